@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import torch
 
+RotationTable = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin, float32 [rows, 1, rotary_dim / 2], of one position difference per row."""
+
 
 class Rotary:
     """The rotation of one model.
 
-    inv_freq: float32 [rotary_dim / 2], angle per position of each rotated pair.
+    inv_freq: float [rotary_dim / 2], angle per position of each rotated pair.
     interleaved: True if pairs are neighbours (GPT-J style), False if they are the two halves
         (NeoX style: Llama, Qwen).
     rotary_dim: leading dimensions of the head that are rotated; the rest is position free.
@@ -27,38 +30,20 @@ class Rotary:
         self.inv_freq = inv_freq.to(torch.float64).cpu()
         self.interleaved = interleaved
         self.rotary_dim = rotary_dim if rotary_dim is not None else 2 * inv_freq.numel()
-        self._tables: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def rotate(self, k: torch.Tensor, delta: int) -> torch.Tensor:
-        """K ([rows, kv_heads, head_dim]) moved by `delta` positions; delta 0 returns k itself."""
-        if delta == 0:
-            return k
-        cos, sin = self._table(delta, k.device)
-        return self._apply(k, cos, sin)
+    def table(self, deltas: torch.Tensor) -> RotationTable:
+        """Rotation by `deltas` (int64 [rows]) positions; the angles are computed in fp64."""
+        distinct, inverse = deltas.cpu().unique(return_inverse=True)
+        angles = distinct.to(torch.float64)[:, None] * self.inv_freq[None, :]
+        cos, sin = (f(angles).float()[inverse][:, None, :] for f in (torch.cos, torch.sin))
+        return cos.to(deltas.device), sin.to(deltas.device)
 
-    def rotate_each(self, k: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
-        """K moved by one difference per row: deltas int64 [rows]. Rows with 0 keep their bits."""
-        angles = deltas.to(torch.float64).cpu()[:, None] * self.inv_freq[None, :]
-        cos = angles.cos().to(k.device, torch.float32)[:, None, :]
-        sin = angles.sin().to(k.device, torch.float32)[:, None, :]
-        moved = self._apply(k, cos, sin)
-        return torch.where((deltas == 0).to(k.device)[:, None, None], k, moved)
+    def apply(self, k: torch.Tensor, table: RotationTable) -> torch.Tensor:
+        """K ([rows, kv_heads, head_dim]) rotated; rows with difference 0 keep their bits.
 
-    def _table(self, delta: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        key = (delta, device)
-        table = self._tables.get(key)
-        if table is None:
-            if len(self._tables) > 4096:
-                self._tables.clear()
-            angles = delta * self.inv_freq
-            table = (
-                angles.cos().to(device, torch.float32),
-                angles.sin().to(device, torch.float32),
-            )
-            self._tables[key] = table
-        return table
-
-    def _apply(self, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        The result is a new tensor of k's dtype.
+        """
+        cos, sin = table
         rotated, rest = k[..., : self.rotary_dim], k[..., self.rotary_dim :]
         x = rotated.float()
         if self.interleaved:
@@ -73,3 +58,7 @@ class Rotary:
             moved = torch.cat((first, second), dim=-1)
         moved = moved.to(k.dtype)
         return moved if rest.shape[-1] == 0 else torch.cat((moved, rest), dim=-1)
+
+    def rotate(self, k: torch.Tensor, delta: int) -> torch.Tensor:
+        """K moved by the same difference in every row."""
+        return self.apply(k, self.table(torch.tensor([delta], device=k.device)))
