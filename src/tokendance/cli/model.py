@@ -83,11 +83,14 @@ def _convert(source: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(
+    loaded = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, dtype=torch.bfloat16
     )
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    # transformers refuses to save a model that it read from GGUF; a fresh one takes the weights.
+    if hasattr(loaded.config, "quantization_config"):
+        del loaded.config.quantization_config
+    model = AutoModelForCausalLM.from_config(loaded.config, dtype=torch.bfloat16)
+    model.load_state_dict(loaded.state_dict())
     model.save_pretrained(target)
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
     target.chmod(0o755)
