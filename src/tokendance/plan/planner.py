@@ -26,7 +26,7 @@ def plan_round(
     all computed, leader first; they come before the admitted ones as sources. Pure: mutates nothing.
     """
     tables = [PageTable(t.request_id, t.blocks) for t in (*admitted, *resident)]
-    sources = [_Origin(len(admitted) + i, t, ()) for i, t in enumerate(resident)]
+    sources = [_Origin(len(admitted) + i, t, t.copied) for i, t in enumerate(resident)]
     members = []
     for table, ticket in enumerate(admitted):
         copies = _copies(ticket, sources)
@@ -55,6 +55,11 @@ class _Origin:
         self.ticket = ticket
         self.copied = copied
 
+    @property
+    def exact_until(self) -> int:
+        limit = self.ticket.approximate_from
+        return self.ticket.end if limit is None else limit
+
     def offers(self, rows: Rows) -> bool:
         inside = rows.end <= self.ticket.end
         return inside and not any(c.start < rows.end and rows.start < c.end for c in self.copied)
@@ -77,9 +82,10 @@ def _copy_span(ticket: Ticket, span: Span, origin: _Origin, prefix: int) -> Copy
     rows = Rows(max(span.start, ticket.cached), min(span.end, ticket.end))
     if rows.end <= rows.start:
         return None
-    if rows.end <= prefix:  # same tokens from 0 on: the copy equals what computing would give
-        same = Rows(rows.start, rows.end)
-        return Copy(origin.table, rows.start, rows.start, len(rows), True) if origin.offers(same) else None
+    if rows.end <= prefix and origin.exact_until >= rows.end:
+        # The same tokens from row 0 on: the copy is what computing would give.
+        exact = Copy(origin.table, rows.start, rows.start, len(rows), True)
+        return exact if origin.offers(rows) else None
     if ticket.approximate_from is None or rows.start < ticket.approximate_from:
         return None
     found = origin.ticket.where(span.key)

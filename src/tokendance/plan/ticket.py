@@ -23,6 +23,8 @@ class Ticket:
     cached: rows found in the engine's prefix cache at the last look.
     blocks: its pages, once admitted.
     approximate_from: first row whose K/V may be approximate; None while all rows are exact.
+    copied: rows taken from other requests, no source for a third one.
+    reason: why it goes the ordinary way.
     """
 
     request_id: RequestId
@@ -35,6 +37,7 @@ class Ticket:
     cached: int = 0
     blocks: tuple[int, ...] = ()
     approximate_from: int | None = None
+    copied: tuple[Rows, ...] = ()
     reason: str = ""
     _where: dict[SegmentKey, Rows] | None = field(default=None, repr=False)
 
