@@ -22,8 +22,8 @@ def plan_round(
 ) -> ReusePlan:
     """Decide the source of every row.
 
-    admitted: members of this step, leader first. resident: members of earlier steps whose pages are
-    all computed, leader first; they come before the admitted ones as sources. Pure: mutates nothing.
+    admitted: members of this step, leader first. resident: members of earlier steps whose pages
+    are all computed, leader first; as sources they come before the admitted ones. Mutates nothing.
     """
     tables = [PageTable(t.request_id, t.blocks) for t in (*admitted, *resident)]
     sources = [_Origin(len(admitted) + i, t, t.copied) for i, t in enumerate(resident)]

@@ -22,7 +22,7 @@ class Copy(NamedTuple):
     """Rows [start, start + length) take the K/V of rows [source_start, ...) of `source`.
 
     K is rotated by (start - source_start) positions. `exact` says that source and target see the
-    same tokens at the same positions from 0 on, so that the copied K/V is what computing would give.
+    same tokens at the same positions from 0 on, so the copied K/V is what computing would give.
     """
 
     source: int  # index into ReusePlan.tables
@@ -46,7 +46,7 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """The pages that hold one request's rows: row r is in slot r % page_size of blocks[r // page_size]."""
+    """The pages of one request: row r is in slot r % page_size of blocks[r // page_size]."""
 
     request_id: RequestId
     blocks: tuple[int, ...]

@@ -13,7 +13,7 @@ round in a step. Everything is decided on the scheduler side, in plain Python; t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, TypeVar
@@ -92,6 +92,10 @@ class RoundBook:
     def __len__(self) -> int:
         return len(self._of)
 
+    def ticket(self, request_id: RequestId) -> Ticket:
+        """The ticket of a request that is in a round; KeyError otherwise."""
+        return self._of[request_id].tickets[request_id]
+
     # -- joining and leaving -------------------------------------------------------------------
 
     def join_announced(
@@ -143,15 +147,15 @@ class RoundBook:
         round_.tickets[ticket.request_id] = ticket
         round_.agents.add(ticket.agent)
         self._of[ticket.request_id] = round_
-        for key in ticket.keys():
+        for key in ticket.segment_keys():
             self._by_key.setdefault((round_.salt, key), set()).add(round_)
 
     def _withdraw(self, round_: Round, ticket: Ticket) -> None:
         del round_.tickets[ticket.request_id]
         if round_.leader is ticket:
             round_.leader = None
-        held = {key for t in round_.tickets.values() for key in t.keys()}
-        for key in ticket.keys():
+        held = {key for t in round_.tickets.values() for key in t.segment_keys()}
+        for key in ticket.segment_keys():
             if key in held:
                 continue
             rounds = self._by_key.get((round_.salt, key))
@@ -175,7 +179,7 @@ class RoundBook:
     # -- starting ------------------------------------------------------------------------------
 
     def verdict(self, request_id: RequestId, cached: int, budget: Budget, now: float) -> Verdict:
-        """What to do with a waiting request in this step. `cached`: its prefix-cache hit in rows."""
+        """What to do with a waiting request in this step; `cached`: its prefix-cache hit, rows."""
         round_ = self._of.get(request_id)
         if round_ is None:
             return Verdict.ORDINARY
@@ -212,7 +216,7 @@ class RoundBook:
         if leader.state is State.WAITING:
             wave.add(leader, rows)
         ordinary = {t.request_id for t in followers if not self._follow(t, leader, wave)}
-        if wave.tickets == [leader] or rows > budget.rows and leader.state is State.WAITING:
+        if wave.tickets == [leader] or (rows > budget.rows and leader.state is State.WAITING):
             # Alone, or more than one pass takes: the engine computes it, in chunks if need be.
             leader.reason = "leads"
             return {leader.request_id, *ordinary}
@@ -278,21 +282,22 @@ class RoundBook:
 
     # -- one engine step -----------------------------------------------------------------------
 
-    def admitted(
-        self, request_id: RequestId, blocks: tuple[int, ...], cached: int, collective: bool
-    ) -> None:
+    def admitted(self, request_id: RequestId, blocks: tuple[int, ...], collective: bool) -> None:
         """The engine gave pages to a request; `collective`: the pass fills rows [cached, end)."""
         round_ = self._of.get(request_id)
         if round_ is None:
             return
         ticket = round_.tickets[request_id]
-        ticket.blocks, ticket.cached = blocks, cached
+        ticket.blocks = blocks
         ticket.state = State.COLLECTIVE if collective else State.ORDINARY
         if collective:
             self._admitted.setdefault(round_, []).append(ticket)
 
-    def end_step(self) -> Iterator[ReusePlan]:
-        """The plans of the members admitted since the last call; starts the next step."""
+    def end_step(self, pages: Callable[[RequestId], tuple[int, ...]]) -> Iterator[ReusePlan]:
+        """The plans of the members admitted since the last call; starts the next step.
+
+        pages(request_id): the pages that a request holds now.
+        """
         self._step += 1
         admitted, self._admitted = self._admitted, {}
         for round_, tickets in admitted.items():
@@ -300,6 +305,8 @@ class RoundBook:
             present.sort(key=lambda t: t is not round_.leader)
             resident = [t for t in round_.tickets.values() if t not in present and _resident(t)]
             resident.sort(key=lambda t: t is not round_.leader)
+            for ticket in resident:
+                ticket.blocks = pages(ticket.request_id)
             if present:
                 plan = plan_round(round_.round_id, present, resident)
                 for ticket, member in zip(present, plan.members):

@@ -54,7 +54,7 @@ class Ticket:
                 self._where.setdefault(span.key, Rows(span.start, span.end))
         return self._where.get(key)
 
-    def keys(self) -> Iterator[SegmentKey]:
+    def segment_keys(self) -> Iterator[SegmentKey]:
         self.where(SegmentKey(b""))
         assert self._where is not None
         return iter(self._where)
@@ -73,7 +73,7 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def shared_rows(ticket: Ticket, source: Ticket) -> list[Rows]:
-    """Rows of `ticket` that hold a segment of `source`, at any position, outside their common prefix."""
+    """Rows of `ticket` that hold a segment of `source`, outside their common prefix."""
     prefix = common_prefix(ticket.token_ids, source.token_ids)
     rows = []
     for span in ticket.spans:
@@ -85,7 +85,9 @@ def shared_rows(ticket: Ticket, source: Ticket) -> list[Rows]:
 
 def order_distance(ticket: Ticket, leader: Ticket) -> float:
     """Share of the pairs of common segments that stand in another order than in `leader` (0..1)."""
-    places = [rows.start for key in ticket.keys() if (rows := leader.where(key)) is not None]
+    places = [
+        rows.start for key in ticket.segment_keys() if (rows := leader.where(key)) is not None
+    ]
     pairs = len(places) * (len(places) - 1) // 2
     if pairs == 0:
         return 0.0

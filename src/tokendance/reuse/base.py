@@ -26,7 +26,7 @@ class KVAccess(Protocol):
     page_size: int
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of `slots` (int64 [rows]) as new tensors [rows, kv_heads, head_dim], cache dtype."""
+        """K and V at `slots` (int64 [rows]): new tensors [rows, kv_heads, head_dim], cache dtype."""
         ...
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -69,8 +69,8 @@ class PassHooks:
 
     before_attention(layer): called once per layer after the batch's own K/V of that layer is in the
         cache and before attention reads it. May write other rows through KVAccess.
-    check_layer / on_check(k, v): at this layer, before the batch's K/V is written, the fresh K (with
-        RoPE) and V, [rows, kv_heads, head_dim], are shown; the returned RowBatch, made of a subset of
+    check_layer / on_check(k, v): at this layer, before the batch's K/V is written, the fresh K
+        (with RoPE) and V, [rows, kv_heads, head_dim], are shown; the returned RowBatch, a subset of
         the rows in the same order, and the int64 indices of its rows in the old batch replace the
         batch from this layer's write and attention on. None keeps the batch.
     """

@@ -1,0 +1,213 @@
+"""The scheduler side: vLLM's requests into tickets, verdicts into vLLM's answers, plans out.
+
+It runs in the engine core's process, in Python only; it never touches a tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokendance.config import Config
+from tokendance.engines.vllm.metrics import DECLINED, REQUESTS, TokenDanceStats
+from tokendance.plan.reuse_plan import ReusePlan, check_plan
+from tokendance.plan.roundbook import Budget, RoundBook, Verdict
+from tokendance.plan.ticket import Ticket
+from tokendance.prompt.segments import SegmentKeys
+from tokendance.types import AgentId, RequestId
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one request, for its response and for `tokendance explain`."""
+
+    role: str = "ordinary"
+    reason: str = ""
+    rows: dict[str, int] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"role": self.role, "reason": self.reason, "rows": self.rows}
+
+
+class SchedulerSide:
+    """One per engine. `disabled`: why reuse is off for this model, "" if it is on."""
+
+    def __init__(
+        self, config: Config, *, block_size: int, pass_rows: int, max_requests: int, identity: str
+    ) -> None:
+        self.disabled = ""
+        self._config = config
+        self._block_size = block_size
+        self._pass_rows = config.pass_tokens or pass_rows
+        self._max_requests = max_requests
+        self._identity = identity
+        self._book = RoundBook(config)
+        self._manager: Any = None
+        self._claimed: set[str] = set()  # collective verdicts of this step
+        self._in_flight: dict[str, Any] = {}  # ordinary prefills whose pages fill up in this step
+        self._running: set[str] = set()
+        self._outcomes: dict[str, Outcome] = {}
+        self._stats = TokenDanceStats()
+
+    def bind(self, kv_cache_manager: Any) -> None:
+        self._manager = kv_cache_manager
+
+    # -- vLLM asks -----------------------------------------------------------------------------
+
+    def add(self, request: Any) -> None:
+        """A request has arrived; enter it into its round if it belongs to one."""
+        hints = (request.kv_transfer_params or {}).get("tokendance")
+        if self.disabled or not hints or request.sampling_params is None:
+            return
+        if hints.get("mode", self._config.mode) == "exact" or not request.prompt_token_ids:
+            return
+        now = time.monotonic()
+        salt = request.cache_salt or ""
+        tokens = tuple(request.prompt_token_ids)
+        ticket = Ticket(
+            request_id=RequestId(request.request_id),
+            agent=AgentId(str(hints.get("agent") or request.request_id)),
+            token_ids=tokens,
+            spans=SegmentKeys(self._identity, salt).spans(
+                tokens, hints.get("segments") or (len(tokens),)
+            ),
+            arrived=now,
+            computed=lambda: int(request.num_computed_tokens),
+        )
+        if hints.get("round") is not None:
+            self._book.join_announced(
+                ticket,
+                session=str(hints.get("session", "")),
+                round_id=str(hints["round"]),
+                size=int(hints.get("size") or 0),
+                salt=salt,
+                now=now,
+            )
+        else:
+            marked = bool(hints.get("marked"))
+            self._book.join_by_content(ticket, salt=salt, marked=marked, now=now)
+        self._outcomes[request.request_id] = Outcome()
+
+    def matched(self, request: Any, cached: int) -> int | None:
+        """Rows beyond `cached` that a pass will fill; 0 for the ordinary path, None to wait."""
+        request_id = RequestId(request.request_id)
+        self._claimed.discard(request_id)
+        if request_id not in self._book:
+            return 0
+        if request.num_preemptions > 0:  # output tokens count as prompt now: compute it plainly
+            return 0
+        verdict = self._book.verdict(request_id, cached, self._budget(), time.monotonic())
+        if verdict is Verdict.WAIT:
+            return None
+        if verdict is Verdict.ORDINARY:
+            return 0
+        if self._hits_unfinished(request, cached):
+            return None
+        ticket = self._book.ticket(request_id)
+        if ticket.approximate_from is not None:
+            _own_namespace(request, ticket.approximate_from // self._block_size)
+        self._claimed.add(request_id)
+        return ticket.end - cached
+
+    def allocated(self, request: Any, block_ids: Iterable[int], external: int) -> None:
+        """The engine has given pages to a waiting request and starts it in this step."""
+        request_id = RequestId(request.request_id)
+        self._running.add(request_id)
+        collective = request_id in self._claimed and external > 0
+        self._claimed.discard(request_id)
+        if not collective:
+            self._in_flight[request_id] = request
+        if request_id in self._book and request.num_preemptions == 0:
+            self._book.admitted(request_id, tuple(block_ids), collective)
+
+    def plans(self, scheduler_output: Any) -> tuple[ReusePlan, ...]:
+        """End of a scheduling step: what the worker has to do in it."""
+        for request_id in scheduler_output.preempted_req_ids or ():
+            self._running.discard(request_id)
+            self._in_flight.pop(request_id, None)
+        plans = tuple(self._book.end_step(self._blocks))
+        for plan in plans:
+            check_plan(plan, self._block_size)
+            self._record(plan)
+        self._in_flight = {
+            request_id: request
+            for request_id, request in self._in_flight.items()
+            if request.num_computed_tokens < request.num_prompt_tokens
+        }
+        return plans
+
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """The request is over; its outcome goes into the response."""
+        request_id = RequestId(request.request_id)
+        self._running.discard(request_id)
+        self._in_flight.pop(request_id, None)
+        outcome = self._outcomes.pop(request_id, None)
+        if outcome is None:
+            return None
+        ticket = self._book.ticket(request_id)
+        if not outcome.rows:
+            outcome.reason = ticket.reason or outcome.reason or "no other member to share with"
+            self._stats.add(DECLINED, 1, outcome.reason)
+        self._stats.add(REQUESTS, 1, outcome.role)
+        self._book.leave(request_id)
+        return {"tokendance": outcome.as_dict()}
+
+    def take_stats(self) -> TokenDanceStats | None:
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, TokenDanceStats()
+        return stats
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _budget(self) -> Budget:
+        pool = self._manager.block_pool
+        return Budget(
+            rows=self._pass_rows,
+            pages=pool.get_num_free_blocks(),
+            page_size=self._block_size,
+            requests=self._max_requests - len(self._running),
+        )
+
+    def _blocks(self, request_id: str) -> tuple[int, ...]:
+        (blocks,) = self._manager.get_block_ids(request_id)
+        return tuple(blocks)
+
+    def _hits_unfinished(self, request: Any, cached: int) -> bool:
+        """Whether the prefix hit has pages that are computed only later in this step.
+
+        vLLM enters pages into its prefix cache when it schedules their computation. Its own forward
+        computes them before it reads them, but the collective pass runs before that forward.
+        """
+        pages = cached // self._block_size
+        for other in self._in_flight.values():
+            page = other.num_computed_tokens // self._block_size
+            if page < min(pages, len(other.block_hashes)) and (
+                other.block_hashes[page] == request.block_hashes[page]
+            ):
+                return True
+        return False
+
+    def _record(self, plan: ReusePlan) -> None:
+        for index, member in enumerate(plan.members):
+            outcome = self._outcomes[member.request_id]
+            follows = bool(member.copies)
+            outcome.role = "follower" if follows else "leader" if index == 0 else "alone"
+            outcome.reason = "" if follows else member.reason
+            outcome.rows = {s.value: n for s, n in member.rows_by_source().items() if n}
+
+
+def _own_namespace(request: Any, first: int) -> None:
+    """Give pages from `first` on hashes that only this request has.
+
+    vLLM enters pages into its prefix cache by these hashes as soon as it allocates them. With hashes
+    of its own, approximate K/V is never found by another request; later hashes chain from these.
+    """
+    secret = request.request_id.encode()
+    request.block_hashes[first:] = [
+        type(h)(hashlib.blake2b(h + secret, digest_size=32).digest())
+        for h in request.block_hashes[first:]
+    ]

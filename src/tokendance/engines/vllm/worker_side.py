@@ -1,0 +1,85 @@
+"""The worker side: executes plans on vLLM's own layers.
+
+    start_load_kv(plans) -> collective pass -> (vLLM's forward computes the last prompt token)
+
+A pass that fails degrades to ordinary computation of the same rows, request by request; if that
+fails too, the pages are reported to vLLM, which recomputes or fails the request by its own policy.
+The worker knows rows, sources and pages, never agents.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from vllm.logger import init_logger
+
+from tokendance.engines.vllm.layers import VllmLayers
+from tokendance.engines.vllm.metrics import TokenDanceStats
+from tokendance.plan.reuse_plan import Member, ReusePlan
+from tokendance.reuse.collective import run_pass
+
+logger = init_logger(__name__)
+
+
+class WorkerSide:
+    """Runs the plans of a step; owns what the worker process keeps between steps."""
+
+    def __init__(self, layers: VllmLayers, max_rows: int) -> None:
+        self.layers = layers
+        self._max_rows = max_rows
+        self._failed_blocks: set[int] = set()
+        self._stats = TokenDanceStats()
+
+    def run(self, plans: Sequence[ReusePlan]) -> None:
+        """Fill the rows of every plan. Never raises."""
+        for plan in plans:
+            started = time.perf_counter()
+            try:
+                outcome = run_pass(self.layers, self._on_pages(plan), self._max_rows)
+            except Exception as error:
+                self._stats.count_failure(type(error).__name__)
+                logger.exception("Collective pass failed; its requests are computed one by one.")
+                self._compute_alone(plan)
+                continue
+            self._stats.observe_pass(plan, outcome, time.perf_counter() - started)
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks that hold no valid K/V, once."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_stats(self) -> TokenDanceStats | None:
+        """Counters since the last call, None if nothing ran."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, TokenDanceStats()
+        return stats
+
+    def _compute_alone(self, plan: ReusePlan) -> None:
+        for member in plan.members:
+            try:
+                run_pass(self.layers, self._on_pages(_alone(plan, member)), self._max_rows)
+            except Exception as error:
+                self._stats.count_failure(f"alone: {type(error).__name__}")
+                logger.exception("A request could not be computed; its pages go back to vLLM.")
+                first = member.cached // self.layers.block_size
+                self._failed_blocks.update(plan.tables[member.table].blocks[first:])
+
+    def _on_pages(self, plan: ReusePlan) -> ReusePlan:
+        """The plan with the manager's blocks as kernel pages, where those are smaller."""
+        ratio = self.layers.pages_per_block
+        if ratio == 1:
+            return plan
+        tables = tuple(
+            replace(t, blocks=tuple(b * ratio + i for b in t.blocks for i in range(ratio)))
+            for t in plan.tables
+        )
+        return replace(plan, tables=tables)
+
+
+def _alone(plan: ReusePlan, member: Member) -> ReusePlan:
+    """The plan that computes every row of one member itself."""
+    only = replace(member, table=0, copies=())
+    return ReusePlan(plan.round_id, (only,), (plan.tables[member.table],))
