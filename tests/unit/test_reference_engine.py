@@ -51,7 +51,7 @@ def test_prefill_and_continuation_equal_transformers(family: str, rope: str) -> 
 
 @pytest.mark.parametrize("rope", list(tiny.ROPES))
 def test_cached_keys_move_with_the_rotary_of_the_model(rope: str) -> None:
-    """Layer 0 keys depend on token and position only: rotated, they are those of the other place."""
+    """Layer 0 keys depend on token and position only: rotated, they are the other place's."""
     engine = tiny.engine("llama", rope)
     prompt = ids(20)
     with engine.streams([prompt, ids(33, 9) + prompt]) as streams:

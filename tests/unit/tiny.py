@@ -43,7 +43,7 @@ _FAMILIES: dict[str, tuple[type, type]] = {
 
 @lru_cache(maxsize=16)
 def hf_model(family: str = "llama", rope: str = "default", **options: Any) -> Any:
-    """A fp32 transformers model: 3 layers, 4 heads over 2 K/V heads; biases and norms random too."""
+    """A fp32 transformers model: 3 layers, 4 heads over 2 K/V heads, all weights random."""
     config_class, model_class = _FAMILIES[family]
     config = config_class(
         vocab_size=VOCAB,
