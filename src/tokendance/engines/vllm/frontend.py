@@ -16,7 +16,7 @@ import copy
 import functools
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 from vllm.exceptions import VLLMValidationError
@@ -117,59 +117,66 @@ class FrontEnd:
             self.segments(engine_input, hints)
 
 
-class _RoundRenderer:
-    """Mixed into the class of an engine's renderer."""
+def _round_class(base: Any) -> Any:
+    """A renderer class that lets FrontEnd read separators, whatever vLLM's class is."""
 
-    tokendance: FrontEnd
+    class RoundRenderer(base):  # type: ignore[misc]
+        tokendance: FrontEnd
 
-    def _tokenize_prompt(self, prompt: Any, params: Any) -> Any:
-        front = self.tokendance
-        if front.config.separator not in prompt["prompt"]:
-            return super()._tokenize_prompt(prompt, params)  # type: ignore[misc]
-        if self._wants_offsets(prompt, params):  # type: ignore[attr-defined]
-            raise front.refuse_separator("token offsets were asked for")
-        ids, lengths, text = front.tokenize(prompt["prompt"], special=params.add_special_tokens)
-        visible = {**prompt, "prompt": text}
-        result = self._build_tokens_prompt(ids, visible)  # type: ignore[attr-defined]
-        result[LENGTHS] = lengths
-        return result
+        def _tokenize_prompt(self, prompt: Any, params: Any) -> Any:
+            if self.tokendance.config.separator not in prompt["prompt"]:
+                return super()._tokenize_prompt(prompt, params)
+            return _tokenize_pieces(self, prompt, params)
 
-    def process_for_engine(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
-        engine_input = super().process_for_engine(prompt, *args, **kwargs)  # type: ignore[misc]
-        return self._carry(prompt, engine_input, kwargs.get("tok_params"))
+        def process_for_engine(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+            engine_input = super().process_for_engine(prompt, *args, **kwargs)
+            return _carry_lengths(self, prompt, engine_input, kwargs.get("tok_params"))
 
-    async def process_for_engine_async(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
-        process = super().process_for_engine_async  # type: ignore[misc]
-        engine_input = await process(prompt, *args, **kwargs)
-        return self._carry(prompt, engine_input, kwargs.get("tok_params"))
+        async def process_for_engine_async(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+            engine_input = await super().process_for_engine_async(prompt, *args, **kwargs)
+            return _carry_lengths(self, prompt, engine_input, kwargs.get("tok_params"))
 
-    def render_messages(self, messages: Any, params: Any) -> Any:
-        result = super().render_messages(messages, params)  # type: ignore[misc]
-        self._require_text(messages, result[1])
-        return result
+        def render_messages(self, messages: Any, params: Any) -> Any:
+            result = super().render_messages(messages, params)
+            _require_text(self, messages, result[1])
+            return result
 
-    async def render_messages_async(self, messages: Any, params: Any) -> Any:
-        result = await super().render_messages_async(messages, params)  # type: ignore[misc]
-        self._require_text(messages, result[1])
-        return result
+        async def render_messages_async(self, messages: Any, params: Any) -> Any:
+            result = await super().render_messages_async(messages, params)
+            _require_text(self, messages, result[1])
+            return result
 
-    def _require_text(self, messages: Any, prompt: Any) -> None:
-        """Where the renderer itself made token ids, a separator is already lost among them."""
-        if "prompt_token_ids" in prompt and self.tokendance.config.separator in str(messages):
-            raise self.tokendance.refuse_separator("chat messages are tokenised by the renderer")
+    return RoundRenderer
 
-    def _carry(self, prompt: Any, engine_input: Any, tok_params: Any) -> Any:
-        """Hand the segment lengths on, after vLLM's truncation and padding."""
-        lengths = prompt.get(LENGTHS)
-        if lengths is None or engine_input.get("type") != "token":
-            return engine_input
-        kept, total = len(engine_input["prompt_token_ids"]), sum(lengths)
-        side = getattr(tok_params, "truncation_side", None)
-        left = (side or self.tokenizer.truncation_side) == "left"  # type: ignore[attr-defined]
-        if kept < total:
-            lengths = clip_lengths(lengths, kept, left=left)
-        engine_input[LENGTHS] = [*lengths, kept - total] if kept > total else list(lengths)
+
+def _tokenize_pieces(renderer: Any, prompt: Any, params: Any) -> Any:
+    front: FrontEnd = renderer.tokendance
+    if renderer._wants_offsets(prompt, params):
+        raise front.refuse_separator("token offsets were asked for")
+    ids, lengths, text = front.tokenize(prompt["prompt"], special=params.add_special_tokens)
+    result = renderer._build_tokens_prompt(ids, {**prompt, "prompt": text})
+    result[LENGTHS] = lengths
+    return result
+
+
+def _carry_lengths(renderer: Any, prompt: Any, engine_input: Any, tok_params: Any) -> Any:
+    """Hand the segment lengths on, after vLLM's truncation and padding."""
+    lengths = prompt.get(LENGTHS)
+    if lengths is None or engine_input.get("type") != "token":
         return engine_input
+    kept, total = len(engine_input["prompt_token_ids"]), sum(lengths)
+    side = getattr(tok_params, "truncation_side", None) or renderer.tokenizer.truncation_side
+    if kept < total:
+        lengths = clip_lengths(lengths, kept, left=side == "left")
+    engine_input[LENGTHS] = [*lengths, kept - total] if kept > total else list(lengths)
+    return engine_input
+
+
+def _require_text(renderer: Any, messages: Any, prompt: Any) -> None:
+    """Where the renderer itself made token ids, a separator is already lost among them."""
+    front: FrontEnd = renderer.tokendance
+    if "prompt_token_ids" in prompt and front.config.separator in str(messages):
+        raise front.refuse_separator("chat messages are tokenised by the renderer")
 
 
 def install(module: ModuleType) -> None:
@@ -256,11 +263,10 @@ def _check_all(renderer: Any, request: Any, engine_inputs: Sequence[Any]) -> Non
 
 def _equip(renderer: Any, config: Config) -> FrontEnd:
     """Let an engine's renderer understand separators."""
-    if isinstance(renderer, _RoundRenderer):
-        return renderer.tokendance
+    if hasattr(renderer, FIELD):
+        return cast(FrontEnd, renderer.tokendance)
     front = FrontEnd(config, renderer.tokenizer)
-    base = type(renderer)
-    renderer.__class__ = type(f"Round{base.__name__}", (_RoundRenderer, base), {})
+    renderer.__class__ = _round_class(type(renderer))
     renderer.tokendance = front
     # Bound to the old class when the renderer was made.
     renderer._tokenize_prompt_async = make_async(

@@ -118,9 +118,9 @@ def _keep_model(module: ModuleType) -> None:
 def _read_prompts(module: ModuleType) -> None:
     if version_problem(installed_version()):
         return
-    from tokendance.engines.vllm import frontend
+    from tokendance.engines.vllm.frontend import install
 
-    frontend.install(module)
+    install(module)
 
 
 HOOKS: dict[str, Hook] = {
