@@ -1,0 +1,243 @@
+"""The store's side of the tier below memory: what lies there, what goes there, what comes back.
+
+A file never changes. A mirror's file names the file of its master, which stays as long as a
+mirror's file needs it. Whatever goes wrong below is counted by reason and costs no more than the
+entry concerned.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from tokendance.store.base import EntryKey, Identity, Owner
+from tokendance.store.mirror import Dense, Mirror
+from tokendance.store.records import Record
+from tokendance.store.spill import from_blob, owners_of, to_blob
+from tokendance.store.tiers.base import Blob, Loaded, Reason, TierQueue
+from tokendance.types import SessionId
+
+if TYPE_CHECKING:
+    from tokendance.store.custody import Custody
+
+
+class Lower:
+    """Files of one rank in one tier; files of another model or rank are left alone.
+
+    The caller of every method but the callbacks holds the store's lock; the callbacks take it.
+    """
+
+    def __init__(
+        self,
+        queue: TierQueue,
+        identity: Identity,
+        counters: Counter[str],
+        lock: AbstractContextManager[Any],
+    ) -> None:
+        self.queue = queue
+        self._identity = identity
+        self._counters = counters
+        self._lock = lock
+        self._metas: dict[str, Mapping[str, Any]] = {}
+        self._by_key: dict[EntryKey, str] = {}
+        self._users: Counter[str] = Counter()  # master's file -> mirrors' files that name it
+        self._loading: set[str] = set()
+        self._recover()
+
+    def of_session(self, session: SessionId) -> list[EntryKey]:
+        """Keys of what the session has here."""
+        return [
+            key
+            for key, name in self._by_key.items()
+            if any(owner.session == session for owner in owners_of(self._metas[name]))
+        ]
+
+    def spill_cold(self, custody: Custody, spill_at: float) -> None:
+        """Copy the coldest entries down until all but `spill_at` of the budget could be dropped."""
+        records = sorted(custody.ledger.by_key.values(), key=lambda r: r.clock)
+        safe = sum(r.entry.nbytes for r in records if r.spilled is not None)
+        excess = custody.memory.held - safe - int(spill_at * custody.memory.budget)
+        for record in (r for r in records if r.spilled is None and not r.spilling):
+            if excess <= 0:
+                return
+            excess -= record.entry.nbytes
+            self._spill(custody, record)
+
+    def supersede(self, owner: Owner, keep: list[EntryKey]) -> None:
+        """An owner has newer entries: of its files only those of `keep` are of use."""
+        for key, name in list(self._by_key.items()):
+            if key not in keep and owner in owners_of(self._metas[name]):
+                self._disown(name, {owner})
+
+    def release(self, session: SessionId) -> None:
+        """Delete what only this session owns."""
+        for name in list(self._by_key.values()):
+            owners = owners_of(self._metas[name])
+            self._disown(name, {owner for owner in owners if owner.session == session})
+
+    def forget(self, name: str) -> None:
+        """An entry's file is of no use any more; a master's stays while a mirror's needs it."""
+        meta = self._metas.get(name)
+        if meta is None:
+            return
+        key = EntryKey(bytes.fromhex(meta["key"]))
+        if self._by_key.get(key) == name:
+            del self._by_key[key]
+        if self._users[name]:
+            return
+        del self._metas[name]
+        self.queue.delete([name])
+        master = meta["master"]
+        if master is not None:
+            self._users[master] -= 1
+            if not self._users[master] and master not in self._by_key.values():
+                del self._users[master]
+                self.forget(master)
+
+    def load(self, custody: Custody, key: EntryKey) -> Reason:
+        """Start bringing an entry, and its master if memory lacks it, back."""
+        name = self._by_key[key]
+        master = self._metas[name]["master"]
+        names = [name]
+        if master is not None and custody.ledger.dense_named(master) is None:
+            names.insert(0, master)
+        if name in self._loading:
+            return Reason.OK
+
+        def done(loaded: list[Loaded]) -> None:
+            with self._lock:
+                self._loading.discard(name)
+                for found_name, found in zip(names, loaded):
+                    if not self._admit(custody, found_name, found):
+                        return
+
+        nbytes = sum(int(self._metas[n]["nbytes"]) for n in names)
+        reason = self.queue.read(names, nbytes, done)
+        if reason is Reason.OK:
+            self._loading.add(name)
+        return reason
+
+    def _spill(self, custody: Custody, record: Record) -> None:
+        batch = [record]
+        if isinstance(record.entry, Mirror):
+            master = custody.ledger.master_of(record.entry)
+            if master.entry.name not in self._metas:
+                batch.insert(0, master)
+        blobs = [self._blob(custody, item) for item in batch]
+
+        def done(reasons: list[Reason]) -> None:
+            with self._lock:
+                record.spilling = False
+                for item, blob, reason in zip(batch, blobs, reasons):
+                    if not self._written(item, blob, reason):
+                        break
+                custody.claim(record, -1)
+
+        if self.queue.write(blobs, done) is Reason.OK:
+            record.spilling = True
+            custody.claim(record, 1)
+        else:
+            self._counters["tier_busy"] += 1
+
+    def _blob(self, custody: Custody, record: Record) -> Blob:
+        trunk = record in custody.ledger.trunks
+        return to_blob(record.entry, record.owners, self._identity, record.tenant, trunk=trunk)
+
+    def _written(self, record: Record, blob: Blob, reason: Reason) -> bool:
+        if reason is not Reason.OK:
+            self._counters[f"tier_{reason}"] += 1
+            if reason is Reason.FULL:
+                self._relieve(blob.nbytes)
+            return False
+        master = blob.meta["master"]
+        if master is not None and master not in self._metas:
+            self.queue.delete([blob.name])
+            return False
+        self._enter(blob.name, blob.meta)
+        if not blob.meta["trunk"]:
+            record.spilled = blob.name
+        self._counters["spilled"] += 1
+        return True
+
+    def _enter(self, name: str, meta: Mapping[str, Any]) -> None:
+        if name in self._metas:
+            return
+        key = EntryKey(bytes.fromhex(meta["key"]))
+        old = self._by_key.get(key) if not meta["trunk"] else None
+        self._metas[name] = meta
+        if meta["master"] is not None:
+            self._users[meta["master"]] += 1
+        if not meta["trunk"]:
+            self._by_key[key] = name
+        if old is not None:
+            self.forget(old)
+
+    def _relieve(self, nbytes: int) -> None:
+        """The medium is full: give up the oldest files that no other needs."""
+        for name in [n for n in self._metas if not self._users[n]]:
+            if nbytes <= 0:
+                return
+            if name in self._metas:
+                nbytes -= int(self._metas[name]["nbytes"])
+                self.forget(name)
+
+    def _disown(self, name: str, owners: set[Owner]) -> None:
+        meta = self._metas[name]
+        rest = owners_of(meta) - owners
+        if not owners or not rest:
+            if owners:
+                self.forget(name)
+            return
+        self._metas[name] = {**meta, "owners": [list(owner) for owner in sorted(rest)]}
+
+    def _admit(self, custody: Custody, name: str, loaded: Loaded) -> bool:
+        blob, meta = loaded.blob, self._metas.get(name)
+        if blob is None or meta is None:
+            self._counters[f"tier_{loaded.reason or Reason.MISSING}"] += 1
+            if loaded.reason in (Reason.CORRUPT, Reason.MISSING):
+                self._lost(name)
+            return False
+        master = custody.ledger.dense_named(meta["master"]) if meta["master"] else None
+        key = EntryKey(bytes.fromhex(meta["key"]))
+        keyed = self._by_key.get(key) == name and key not in custody.ledger.by_key
+        if (meta["master"] and master is None) or (not keyed and not self._users[name]):
+            return False
+        if master is not None:
+            master.clock = custody.clock
+        if not custody.make_room(int(meta["nbytes"])):
+            self._counters["tier_no_room"] += 1
+            return False
+        base = master.entry if master is not None and isinstance(master.entry, Dense) else None
+        record = Record(from_blob(blob, custody.memory, base), meta["tenant"], custody.clock)
+        record.spilled = name if keyed else None
+        custody.admit(record, owners_of(meta) if keyed else None)
+        self._counters["loaded"] += 1
+        return True
+
+    def _lost(self, name: str) -> None:
+        """A file is gone: so are the mirrors that name it."""
+        for user in [n for n, meta in self._metas.items() if meta["master"] == name]:
+            self.forget(user)
+        self._users.pop(name, None)
+        self.forget(name)
+
+    def _recover(self) -> None:
+        """Take over what an earlier process left, mirrors only with their masters."""
+        mine = self._identity.digest().hex()
+        found = {
+            name: meta
+            for name, meta in self.queue.tier.catalog().items()
+            if meta.get("identity") == mine
+        }
+        for mirrors in (False, True):
+            for name, meta in found.items():
+                if (meta["master"] is not None) is not mirrors:
+                    continue
+                if not mirrors or meta["master"] in found:
+                    self._enter(name, meta)
+                else:
+                    self.queue.delete([name])
+        for name in [n for n, m in self._metas.items() if m["trunk"] and not self._users[n]]:
+            self.forget(name)
