@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, cast
 
-from transformers import PreTrainedTokenizerBase
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.renderers.inputs.preprocess import parse_model_prompt
@@ -27,10 +26,11 @@ from vllm.utils.async_utils import make_async
 
 from tokendance.config import Config
 from tokendance.engines.vllm.plugin import connector_options, is_ours
+from tokendance.engines.vllm.tokenizer import message_starts, piece_tokenizer
 from tokendance.prompt.hints import HintError, Hints
-from tokendance.prompt.messages import message_cuts, probe_message_starts
+from tokendance.prompt.messages import message_cuts
 from tokendance.prompt.segments import boundaries, clip_lengths, lengths_of
-from tokendance.prompt.separator import PieceTokenizer, probe_tokenizer, split_text
+from tokendance.prompt.separator import split_text
 
 logger = init_logger(__name__)
 
@@ -44,8 +44,8 @@ class FrontEnd:
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.config = config
-        self.pieces = _probe(tokenizer, config.keep_separator)
-        self.message_starts = _message_starts(tokenizer)
+        self.pieces = piece_tokenizer(tokenizer, config.keep_separator)
+        self.message_starts = message_starts(tokenizer)
         if tokenizer is not None and self.pieces.problem:
             logger.warning("%s is not available: %s.", config.separator, self.pieces.problem)
 
@@ -284,27 +284,6 @@ def _rendered(processor: Any, prompt: Any, tokenization_kwargs: dict[str, Any] |
     tok_params = renderer.default_cmpl_tok_params.with_kwargs(**(tokenization_kwargs or {}))
     (engine_input,) = renderer.render_cmpl([parsed], tok_params)
     return engine_input
-
-
-def _probe(tokenizer: Any, keep_separator: str) -> PieceTokenizer:
-    def encode(text: str, special: bool = False) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
-
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        name = type(tokenizer).__name__
-        return PieceTokenizer(encode, problem=f"{name} is not a Hugging Face tokenizer")
-    special = functools.partial(encode, special=True)
-    return probe_tokenizer(encode, special, tokenizer.decode, keep_separator)
-
-
-def _message_starts(tokenizer: Any) -> frozenset[int]:
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        return frozenset()
-
-    def render(messages: Sequence[Mapping[str, str]]) -> str:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False))
-
-    return probe_message_starts(render, tokenizer.get_added_vocab())
 
 
 def _client_error(error: HintError) -> VLLMValidationError:
