@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -16,9 +16,10 @@ class ConfigError(ValueError):
 class Config:
     """How rounds are formed and reused.
 
-    mode: "auto" lets a request's K/V be approximate where the round shares text; "exact" turns reuse
-        off for every request that does not ask for it.
-    backend: recovery backend of the collective pass (M9).
+    mode: "auto" lets a request's K/V be approximate where the round shares text; "exact" turns
+        reuse off for every request that does not ask for it.
+    backend: recovery backend of the collective pass (M9), for requests that name none.
+    backend_options: options of that backend.
     round_timeout_ms: how long a round that was announced by hints waits for its missing members,
         counted from its first member.
     linger_ms: how long a request that marks segments but gives no hints waits for others.
@@ -36,6 +37,7 @@ class Config:
 
     mode: str = "auto"
     backend: str = "region"
+    backend_options: dict[str, Any] = field(default_factory=dict)
     round_timeout_ms: float = 500.0
     linger_ms: float = 5.0
     quorum: float = 1.0
@@ -54,7 +56,9 @@ class Config:
         if not 0.0 < self.quorum <= 1.0:
             raise ConfigError(f"quorum must be in (0, 1], not {self.quorum}")
         if not 0.0 <= self.max_order_distance <= 1.0:
-            raise ConfigError(f"max_order_distance must be in [0, 1], not {self.max_order_distance}")
+            raise ConfigError(
+                f"max_order_distance must be in [0, 1], not {self.max_order_distance}"
+            )
         for name in ("round_timeout_ms", "linger_ms", "min_shared_tokens"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, it is {getattr(self, name)}")
@@ -77,12 +81,13 @@ class Config:
 def _check_type(key: str, declared: str, value: Any) -> None:
     if value is None and "None" in declared:
         return
-    kind = declared.split("|")[0].strip()
+    kind = declared.split("|")[0].split("[")[0].strip()
     wanted: dict[str, tuple[type, ...]] = {
         "str": (str,),
         "bool": (bool,),
         "int": (int,),
         "float": (int, float),
+        "dict": (dict,),
     }
     if not isinstance(value, wanted[kind]) or (kind != "bool" and isinstance(value, bool)):
         raise ConfigError(f"TokenDance option {key!r} takes {declared}, not {value!r}")

@@ -39,6 +39,7 @@ def plan_round(
                 cached=ticket.cached,
                 end=ticket.end,
                 copies=copies,
+                backend=ticket.backend,
                 reason="" if copies else ("leader" if not sources else "nothing shared"),
             )
         )

@@ -64,14 +64,16 @@ class Member:
     end: int  # rows [cached, end) are the plan's to fill
     copies: tuple[Copy, ...] = ()  # sorted, disjoint, inside [cached, end)
     reason: str = ""  # why nothing was reused, if nothing was
+    backend: str = ""  # recovery backend (M9); "" takes the server's
 
     @property
     def compute(self) -> tuple[Rows, ...]:
         """The rows that have to be computed, as maximal runs."""
         return tuple(subtract_rows(Rows(self.cached, self.end), (c.rows for c in self.copies)))
 
-    def rows_by_source(self) -> dict[Source, int]:
-        copied = sum(c.length for c in self.copies)
+    def rows_by_source(self, recomputed: int = 0) -> dict[Source, int]:
+        """`recomputed`: copied rows that a recovery backend computed instead."""
+        copied = sum(c.length for c in self.copies) - recomputed
         return {
             Source.PREFIX: self.cached,
             Source.SIBLING: copied,

@@ -25,6 +25,7 @@ class Ticket:
     approximate_from: first row whose K/V may be approximate; None while all rows are exact.
     copied: rows taken from other requests, no source for a third one.
     reason: why it goes the ordinary way.
+    backend: recovery backend it asked for, "" for the server's.
     """
 
     request_id: RequestId
@@ -39,6 +40,7 @@ class Ticket:
     approximate_from: int | None = None
     copied: tuple[Rows, ...] = ()
     reason: str = ""
+    backend: str = ""
     _where: dict[SegmentKey, Rows] | None = field(default=None, repr=False)
 
     @property

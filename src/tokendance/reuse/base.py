@@ -26,7 +26,7 @@ class KVAccess(Protocol):
     page_size: int
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V at `slots` (int64 [rows]): new tensors [rows, kv_heads, head_dim], cache dtype."""
+        """K and V at `slots` (int64 [rows]), new: [rows, kv_heads, head_dim] of cache dtype."""
         ...
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -5,7 +5,6 @@ vLLM makes one in the engine core (scheduler role) and one in every worker. It h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,14 +13,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
 )
 from vllm.logger import init_logger
 
 from tokendance.config import Config
 from tokendance.engines.vllm.eligibility import model_identity, refusal
+from tokendance.engines.vllm.messages import Plans, Refusal, Report
 from tokendance.engines.vllm.metrics import TokenDancePromMetrics, TokenDanceStats
 from tokendance.engines.vllm.support import check_version
-from tokendance.plan.reuse_plan import ReusePlan
+from tokendance.reuse.recovery import create
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,26 +30,13 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
     from tokendance.engines.vllm.scheduler_side import SchedulerSide
     from tokendance.engines.vllm.worker_side import WorkerSide
 
 logger = init_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Plans(KVConnectorMetadata):
-    """What goes from the scheduler side to the workers in one step."""
-
-    plans: tuple[ReusePlan, ...] = ()
-
-
-@dataclass(frozen=True)
-class WorkerReport(KVConnectorHandshakeMetadata):
-    """What a worker tells the scheduler side at start-up: why it cannot reuse, "" if it can."""
-
-    refusal: str = ""
 
 
 class TokenDanceConnector(KVConnectorBase_V1):
@@ -63,6 +51,7 @@ class TokenDanceConnector(KVConnectorBase_V1):
         self._pass_rows = (
             self._config.pass_tokens or vllm_config.scheduler_config.max_num_batched_tokens
         )
+        self._backend = create(self._config.backend, self._config.backend_options)
         self._refusal = refusal(vllm_config, kv_cache_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -105,8 +94,8 @@ class TokenDanceConnector(KVConnectorBase_V1):
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        reports = [m for m in metadata.values() if isinstance(m, WorkerReport)]
-        self._disable(next((r.refusal for r in reports if r.refusal), ""))
+        refusals = [m.reason for m in metadata.values() if isinstance(m, Refusal) and m.reason]
+        self._disable(next(iter(refusals), ""))
 
     def on_new_request(self, request: Request) -> None:
         self._scheduling.add(request)
@@ -124,6 +113,11 @@ class TokenDanceConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return Plans(self._scheduling.plans(scheduler_output))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, Report):
+            self._scheduling.ran(report.ran)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -151,10 +145,10 @@ class TokenDanceConnector(KVConnectorBase_V1):
         except (UnsupportedLayout, UnsupportedRope) as error:
             self._refusal = str(error)
             return
-        self._worker = WorkerSide(layers, self._pass_rows)
+        self._worker = WorkerSide(layers, self._pass_rows, self._backend)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return WorkerReport(self._refusal)
+        return Refusal(self._refusal)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
@@ -176,6 +170,9 @@ class TokenDanceConnector(KVConnectorBase_V1):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_failed_blocks() if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._worker.take_report() if self._worker is not None else None
 
     # -- both ----------------------------------------------------------------------------------
 

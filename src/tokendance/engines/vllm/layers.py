@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from tokendance.engines.vllm.kv_access import VllmKVAccess
+from tokendance.engines.vllm.narrow import Narrowing
 from tokendance.engines.vllm.rope import rotary_of
-from tokendance.reuse.base import PassHooks, RowBatch, VirtualSequence
+from tokendance.reuse.base import KVAccess, PassHooks, RowBatch, VirtualSequence
 
 
 class VllmLayers:
@@ -31,9 +33,11 @@ class VllmLayers:
         modules = [
             vllm_config.compilation_config.static_forward_context[name] for name in self._names
         ]
+        self._modules = modules
+        self._decoders = [_decoder_layer(model, name) for name in self._names]
         self.device: torch.device = modules[0].kv_cache.device
         self._builder = self._metadata_builder(modules[0], group.kv_cache_spec)
-        self.kv = VllmKVAccess(modules)
+        self.kv: KVAccess = VllmKVAccess(modules)
         self.rotary = rotary_of(model)
         self.block_size = int(group.kv_cache_spec.block_size)
         self._hook: Callable[[int], None] | None = None
@@ -45,18 +49,19 @@ class VllmLayers:
 
     def forward(self, batch: RowBatch, hooks: PassHooks) -> None:
         """See LayerEngine.forward."""
-        metadata = self._builder.build(0, self._common_metadata(batch), fast_build=True)
+        metadata, slots = self._describe(batch)
         self._hook = hooks.before_attention
         try:
             with (
                 torch.inference_mode(),
                 set_forward_context(
-                    dict.fromkeys(self._names, metadata),
+                    metadata,
                     self._config,
                     num_tokens=len(batch),
-                    slot_mapping=dict.fromkeys(self._names, batch.slots),
+                    slot_mapping=slots,
                     skip_compiled=True,
                 ),
+                self._narrowing(hooks),
             ):
                 self._model(batch.token_ids, batch.positions)
         finally:
@@ -66,6 +71,16 @@ class VllmLayers:
         """vLLM's call between writing K/V and attention; does nothing outside a pass."""
         if self._hook is not None:
             self._hook(self._layer_of[layer_name])
+
+    def _narrowing(self, hooks: PassHooks) -> AbstractContextManager[object]:
+        if hooks.check_layer is None:
+            return nullcontext()
+        return Narrowing(self._decoders, self._modules[hooks.check_layer], hooks, self._describe)
+
+    def _describe(self, batch: RowBatch) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Attention metadata and slot mapping of a batch, the same for every layer."""
+        metadata = self._builder.build(0, self._common_metadata(batch), fast_build=True)
+        return dict.fromkeys(self._names, metadata), dict.fromkeys(self._names, batch.slots)
 
     def _metadata_builder(self, module: Any, spec: Any) -> Any:
         """An own builder: the runner's may have buffers for max_num_seqs sequences only."""
@@ -102,6 +117,12 @@ class VllmLayers:
             seq_lens_cpu_upper_bound=seq_lens,
             is_prefilling=torch.ones(len(lengths), dtype=torch.bool),
         )
+
+
+def _decoder_layer(model: torch.nn.Module, attention_name: str) -> torch.nn.Module:
+    """The decoder layer around an attention layer: `model.layers.3` of `model.layers.3.attn`."""
+    number = f".{extract_layer_index(attention_name)}."
+    return model.get_submodule(attention_name[: attention_name.index(number) + len(number) - 1])
 
 
 def _page_tables(sequences: tuple[VirtualSequence, ...], page_size: int) -> torch.Tensor:

@@ -79,10 +79,11 @@ class TokenDanceStats(KVConnectorStats):
     def observe_pass(self, plan: ReusePlan, outcome: PassOutcome, seconds: float) -> None:
         self.add(PASSES, outcome.forwards)
         self.add(PASS_SECONDS, seconds)
-        for member in plan.members:
-            for source, rows in member.rows_by_source().items():
-                if rows:
-                    self.add(ROWS, rows, source.value)
+        for member, done in zip(plan.members, outcome.members):
+            rows = member.rows_by_source(recomputed=sum(map(len, done.recomputed)))
+            for source, count in rows.items():
+                if count:
+                    self.add(ROWS, count, source.value)
 
     def count_failure(self, cause: str) -> None:
         self.add(FAILURES, 1, cause)

@@ -54,7 +54,7 @@ def _from_table(module: Any) -> Rotary:
 
 
 def _frequencies(angles: torch.Tensor) -> torch.Tensor:
-    """Angle per position, fp64 [rotary_dim / 2], from angles modulo 2 pi [positions, rotary_dim / 2].
+    """Angle per position, fp64 [pairs], from angles modulo 2 pi [positions, pairs].
 
     Position 1 gives it to fp32 accuracy of a small number; every doubling of the position halves
     what is left of the error.

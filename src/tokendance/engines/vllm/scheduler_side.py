@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokendance.config import Config
+from tokendance.engines.vllm.messages import Ran
 from tokendance.engines.vllm.metrics import DECLINED, REQUESTS, TokenDanceStats
-from tokendance.plan.reuse_plan import ReusePlan, check_plan
+from tokendance.plan.reuse_plan import Member, ReusePlan, check_plan
 from tokendance.plan.roundbook import Budget, RoundBook, Verdict
 from tokendance.plan.ticket import Ticket
 from tokendance.prompt.segments import SegmentKeys
@@ -26,10 +27,24 @@ class Outcome:
 
     role: str = "ordinary"
     reason: str = ""
-    rows: dict[str, int] = field(default_factory=dict)
+    member: Member | None = None
+    ran: Ran | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        return {"role": self.role, "reason": self.reason, "rows": self.rows}
+        """`confirmed`: the rows are what the workers ran; else what was planned.
+
+        vLLM ends a request of one output token before it hands over what the workers report.
+        """
+        ran = self.ran or Ran()
+        known: dict[str, Any] = {"role": self.role, "reason": ran.failure or self.reason}
+        if self.member is not None:
+            member = replace(self.member, copies=()) if ran.failure else self.member
+            rows = member.rows_by_source(ran.recomputed)
+            known["rows"] = {source.value: count for source, count in rows.items() if count}
+            known["confirmed"] = self.ran is not None
+        if ran.deviation is not None:
+            known["deviation"] = ran.deviation
+        return known
 
 
 class SchedulerSide:
@@ -76,7 +91,10 @@ class SchedulerSide:
             ),
             arrived=now,
             computed=lambda: int(request.num_computed_tokens),
+            backend=str(hints.get("backend") or ""),
         )
+        # Members of one group share a check layer, so another backend makes another group.
+        salt = f"{salt}/{ticket.backend}"
         if hints.get("round") is not None:
             self._book.join_announced(
                 ticket,
@@ -139,6 +157,12 @@ class SchedulerSide:
         }
         return plans
 
+    def ran(self, report: Mapping[str, Ran]) -> None:
+        """The workers tell what their passes did."""
+        for request_id, ran in report.items():
+            if request_id in self._outcomes:
+                self._outcomes[request_id].ran = ran
+
     def finished(self, request: Any) -> dict[str, Any] | None:
         """The request is over; its outcome goes into the response."""
         request_id = RequestId(request.request_id)
@@ -148,7 +172,7 @@ class SchedulerSide:
         if outcome is None:
             return None
         ticket = self._book.ticket(request_id)
-        if not outcome.rows:
+        if outcome.member is None:
             outcome.reason = ticket.reason or outcome.reason or "no other member to share with"
             self._stats.add(DECLINED, 1, outcome.reason)
         self._stats.add(REQUESTS, 1, outcome.role)
@@ -197,14 +221,14 @@ class SchedulerSide:
             follows = bool(member.copies)
             outcome.role = "follower" if follows else "leader" if index == 0 else "alone"
             outcome.reason = "" if follows else member.reason
-            outcome.rows = {s.value: n for s, n in member.rows_by_source().items() if n}
+            outcome.member = member
 
 
 def _own_namespace(request: Any, first: int) -> None:
     """Give pages from `first` on hashes that only this request has.
 
-    vLLM enters pages into its prefix cache by these hashes as soon as it allocates them. With hashes
-    of its own, approximate K/V is never found by another request; later hashes chain from these.
+    vLLM enters pages into its prefix cache by these hashes as soon as it allocates them. With
+    hashes of its own, approximate K/V is never found by another request; later ones chain on.
     """
     secret = request.request_id.encode()
     request.block_hashes[first:] = [

@@ -13,12 +13,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from tokendance.engines.vllm.layers import VllmLayers
+from tokendance.engines.vllm.messages import Ran, Report
 from tokendance.engines.vllm.metrics import TokenDanceStats
 from tokendance.plan.reuse_plan import Member, ReusePlan
 from tokendance.reuse.collective import run_pass
+from tokendance.reuse.recovery import Recovery, create
 
 logger = init_logger(__name__)
 
@@ -26,23 +30,38 @@ logger = init_logger(__name__)
 class WorkerSide:
     """Runs the plans of a step; owns what the worker process keeps between steps."""
 
-    def __init__(self, layers: VllmLayers, max_rows: int) -> None:
+    def __init__(self, layers: VllmLayers, max_rows: int, backend: Recovery) -> None:
         self.layers = layers
         self._max_rows = max_rows
+        self._backends: dict[str, Recovery] = {"": backend}
         self._failed_blocks: set[int] = set()
         self._stats = TokenDanceStats()
+        self._ran: dict[str, Ran] = {}
 
     def run(self, plans: Sequence[ReusePlan]) -> None:
         """Fill the rows of every plan. Never raises."""
         for plan in plans:
             started = time.perf_counter()
             try:
-                outcome = run_pass(self.layers, self._on_pages(plan), self._max_rows)
+                outcome = run_pass(
+                    self.layers,
+                    self._on_pages(plan),
+                    self._max_rows,
+                    [self._backend(member.backend) for member in plan.members],
+                    _across_ranks,
+                )
             except Exception as error:
                 self._stats.count_failure(type(error).__name__)
                 logger.exception("Collective pass failed; its requests are computed one by one.")
+                self._ran.update({m.request_id: Ran(failure=repr(error)) for m in plan.members})
                 self._compute_alone(plan)
                 continue
+            self._ran.update(
+                {
+                    m.request_id: Ran(sum(map(len, m.recomputed)), m.deviation)
+                    for m in outcome.members
+                }
+            )
             self._stats.observe_pass(plan, outcome, time.perf_counter() - started)
 
     def take_failed_blocks(self) -> set[int]:
@@ -50,12 +69,24 @@ class WorkerSide:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
+    def take_report(self) -> Report | None:
+        """What ran since the last call, None if nothing did."""
+        if not self._ran:
+            return None
+        report, self._ran = Report(self._ran), {}
+        return report
+
     def take_stats(self) -> TokenDanceStats | None:
         """Counters since the last call, None if nothing ran."""
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, TokenDanceStats()
         return stats
+
+    def _backend(self, name: str) -> Recovery:
+        if name not in self._backends:
+            self._backends[name] = create(name)
+        return self._backends[name]
 
     def _compute_alone(self, plan: ReusePlan) -> None:
         for member in plan.members:
@@ -77,6 +108,12 @@ class WorkerSide:
             for t in plan.tables
         )
         return replace(plan, tables=tables)
+
+
+def _across_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Sums over tensor-parallel ranks, so that all of them choose the same rows."""
+    group = get_tp_group()
+    return values if group.world_size == 1 else group.all_reduce(values.clone())
 
 
 def _alone(plan: ReusePlan, member: Member) -> ReusePlan:
