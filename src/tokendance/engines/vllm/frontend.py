@@ -120,7 +120,7 @@ class FrontEnd:
 def _round_class(base: Any) -> Any:
     """A renderer class that lets FrontEnd read separators, whatever vLLM's class is."""
 
-    class RoundRenderer(base):  # type: ignore[misc]
+    class RoundRenderer(base):
         tokendance: FrontEnd
 
         def _tokenize_prompt(self, prompt: Any, params: Any) -> Any:
