@@ -127,15 +127,15 @@ class Custody:
 
     def claim(self, record: Record, count: int) -> None:
         """Lease (or, with a negative count, unlease) an entry and the master it is made of."""
-        record.leases += count
-        master = None
+        claimed = [record]
         if isinstance(record.entry, Mirror):
-            master = self.ledger.master_of(record.entry)
-            master.leases += count
-        if record.doomed and not record.leases and not record.owners:
-            self.retire([record.entry.key])
-        if master is not None:
-            self._settle(master)
+            claimed.append(self.ledger.master_of(record.entry))
+        for item in claimed:
+            item.leases += count
+        for item in claimed:
+            if item.doomed and not item.leases and self.record(item.entry.key) is item:
+                self.retire([item.entry.key])
+            self._settle(item)
 
     def promote(self, record: Record) -> bool:
         """Make a mirror dense; False if that would not fit."""
@@ -149,6 +149,11 @@ class Custody:
         self._promote(record, master)
         self._settle(master)
         return True
+
+    def drop_idle_trunks(self) -> None:
+        """Free trunks that nothing came to need."""
+        for trunk in [t for t in self.ledger.trunks if not t.mirrors]:
+            self._free_dense(trunk)
 
     def _settle(self, master: Record) -> None:
         """A trunk goes with its last mirror, or into it."""

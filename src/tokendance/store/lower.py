@@ -96,27 +96,35 @@ class Lower:
                 del self._users[master]
                 self.forget(master)
 
-    def load(self, custody: Custody, key: EntryKey) -> Reason:
-        """Start bringing an entry, and its master if memory lacks it, back."""
-        name = self._by_key[key]
-        master = self._metas[name]["master"]
-        names = [name]
+    def load(self, custody: Custody, keys: list[EntryKey]) -> dict[EntryKey, Reason]:
+        """Start bringing entries back, one batch per master, which memory may lack as well."""
+        batches: dict[str | None, list[EntryKey]] = {}
+        for key in keys:
+            batches.setdefault(self._metas[self._by_key[key]]["master"], []).append(key)
+        reasons = {}
+        for master, members in batches.items():
+            reason = self._load_batch(custody, master, [self._by_key[key] for key in members])
+            reasons.update(dict.fromkeys(members, reason))
+        return reasons
+
+    def _load_batch(self, custody: Custody, master: str | None, names: list[str]) -> Reason:
+        names = [name for name in names if name not in self._loading]
         if master is not None and custody.ledger.dense_named(master) is None:
-            names.insert(0, master)
-        if name in self._loading:
+            names = [master, *(name for name in names if name != master)]
+        if not names:
             return Reason.OK
 
         def done(loaded: list[Loaded]) -> None:
             with self._lock:
-                self._loading.discard(name)
-                for found_name, found in zip(names, loaded):
-                    if not self._admit(custody, found_name, found):
-                        return
+                self._loading.difference_update(names)
+                for name, found in zip(names, loaded):
+                    self._admit(custody, name, found)
+                custody.drop_idle_trunks()
 
-        nbytes = sum(int(self._metas[n]["nbytes"]) for n in names)
+        nbytes = sum(int(self._metas[name]["nbytes"]) for name in names)
         reason = self.queue.read(names, nbytes, done)
         if reason is Reason.OK:
-            self._loading.add(name)
+            self._loading.update(names)
         return reason
 
     def _spill(self, custody: Custody, record: Record) -> None:
@@ -192,29 +200,29 @@ class Lower:
             return
         self._metas[name] = {**meta, "owners": [list(owner) for owner in sorted(rest)]}
 
-    def _admit(self, custody: Custody, name: str, loaded: Loaded) -> bool:
+    def _admit(self, custody: Custody, name: str, loaded: Loaded) -> None:
         blob, meta = loaded.blob, self._metas.get(name)
         if blob is None or meta is None:
             self._counters[f"tier_{loaded.reason or Reason.MISSING}"] += 1
             if loaded.reason in (Reason.CORRUPT, Reason.MISSING):
                 self._lost(name)
-            return False
-        master = custody.ledger.dense_named(meta["master"]) if meta["master"] else None
+            return
         key = EntryKey(bytes.fromhex(meta["key"]))
-        keyed = self._by_key.get(key) == name and key not in custody.ledger.by_key
-        if (meta["master"] and master is None) or (not keyed and not self._users[name]):
-            return False
+        keyed = self._by_key.get(key) == name and custody.record(key) is None
+        needed = self._users[name] and custody.ledger.dense_named(name) is None
+        master = custody.ledger.dense_named(meta["master"]) if meta["master"] else None
+        if not (keyed or needed) or (meta["master"] and master is None):
+            return
         if master is not None:
             master.clock = custody.clock
         if not custody.make_room(int(meta["nbytes"])):
             self._counters["tier_no_room"] += 1
-            return False
+            return
         base = master.entry if master is not None and isinstance(master.entry, Dense) else None
         record = Record(from_blob(blob, custody.memory, base), meta["tenant"], custody.clock)
         record.spilled = name if keyed else None
         custody.admit(record, owners_of(meta) if keyed else None)
         self._counters["loaded"] += 1
-        return True
 
     def _lost(self, name: str) -> None:
         """A file is gone: so are the mirrors that name it."""

@@ -206,7 +206,7 @@ class Store:
                 return {}
             held = self._custody.ledger.by_key
             keys = [k for k in self._lower.of_session(session) if k not in held]
-            return {key: self._lower.load(self._custody, key) for key in keys}
+            return self._lower.load(self._custody, keys)
 
     def promote(self, key: EntryKey) -> bool:
         """Make a mirror dense, for instance because its agent leads from now on; False if it is no

@@ -50,20 +50,23 @@ struct Turn {
   int64_t interleaved;
 };
 
+// One product rounded, the other fused: what torch's addcmul does, so that the bits are the same.
+inline float turn(float a, float cos, float b, float sin) { return __builtin_fmaf(b, sin, a * cos); }
+
 template <typename T>
 inline void rotate_head(const T* __restrict x, T* __restrict y, const float* __restrict cos,
                         const float* __restrict sin, int64_t half, int64_t dim, bool interleaved) {
   if (interleaved) {
     for (int64_t i = 0; i < half; ++i) {
       float a = T::load(x[2 * i]), b = T::load(x[2 * i + 1]);
-      y[2 * i] = T::store(a * cos[i] - b * sin[i]);
-      y[2 * i + 1] = T::store(b * cos[i] + a * sin[i]);
+      y[2 * i] = T::store(turn(a, cos[i], -b, sin[i]));
+      y[2 * i + 1] = T::store(turn(b, cos[i], a, sin[i]));
     }
   } else {
     for (int64_t i = 0; i < half; ++i) {
       float a = T::load(x[i]), b = T::load(x[i + half]);
-      y[i] = T::store(a * cos[i] - b * sin[i]);
-      y[i + half] = T::store(b * cos[i] + a * sin[i]);
+      y[i] = T::store(turn(a, cos[i], -b, sin[i]));
+      y[i + half] = T::store(turn(b, cos[i], a, sin[i]));
     }
   }
   if (2 * half < dim) std::memcpy(y + 2 * half, x + 2 * half, (dim - 2 * half) * sizeof(T));

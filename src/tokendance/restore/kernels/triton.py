@@ -17,7 +17,7 @@ from tokendance.restore.kernels.base import Kernel, Rows, Slots, Turn
 _BLOCK = 32  # rows a program takes; a block of a mirror is as long
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _load(master, own, source, split, head, x, live, heads, dim):  # type: ignore[no-untyped-def]
     """Elements x of `head` of rows `source`, from either tensor."""
     from_own = source >= split
