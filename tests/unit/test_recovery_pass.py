@@ -41,7 +41,7 @@ def close(got: torch.Tensor, want: torch.Tensor, atol: float = 1e-4) -> None:
 
 
 @given(rounds(), st.booleans(), st.sampled_from((3, 8, ALL)))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_full_equals_transformers(spec: Round, donors: bool, max_rows: int) -> None:
     engine = tiny.engine("qwen3", "yarn")
     with on_engine(engine, spec, donors=donors) as (plan, streams):
@@ -55,7 +55,7 @@ def test_full_equals_transformers(spec: Round, donors: bool, max_rows: int) -> N
 
 
 @given(rounds(), backends)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_rows_before_any_approximate_copy_are_exact(
     spec: Round, named: tuple[str, dict[str, Any]]
 ) -> None:
@@ -81,7 +81,7 @@ def test_rows_before_any_approximate_copy_are_exact(
 
 
 @given(rounds(), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_copies_are_their_source_moved(spec: Round, donors: bool) -> None:
     engine = tiny.engine("qwen2")
     with on_engine(engine, spec, donors=donors) as (plan, streams):
@@ -103,7 +103,7 @@ def kv_of_all(engine: ReferenceEngine, plan: ReusePlan, streams: Any) -> list[to
 
 
 @given(rounds(), backends, st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_lock_step_equals_serial(
     spec: Round, named: tuple[str, dict[str, Any]], donors: bool
 ) -> None:
@@ -124,15 +124,16 @@ def test_lock_step_equals_serial(
         assert x.deviation == (y.deviation if y.deviation is None else pytest.approx(y.deviation))
 
 
-@given(rounds(), backends, st.sampled_from((4, 11)))
-@settings(max_examples=40, deadline=None)
+@given(rounds(), backends, st.sampled_from((4, 11)), st.sampled_from((0.0, 1.0)))
+@settings(max_examples=20, deadline=None)
 def test_passes_of_any_size_agree(
-    spec: Round, named: tuple[str, dict[str, Any]], max_rows: int
+    spec: Round, named: tuple[str, dict[str, Any]], max_rows: int, ratio: float
 ) -> None:
-    """Cut into several forward passes; with a check layer a selection is made in each of them."""
+    """Cut into several forward passes. With a check layer each of them makes a selection of its
+    own, so they agree where that is nothing or everything."""
     name, options = named
     if name == "cacheblend":
-        options = {**options, "ratio": 1.0}
+        options = {**options, "ratio": ratio}
     results = []
     for rows in (ALL, max_rows):
         engine = tiny.engine("llama")

@@ -11,7 +11,7 @@ on the rows they choose are computed and the others are copied, layer by layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -112,7 +112,7 @@ class CheckedChunk:
             cached_v=cached_v,
             across_ranks=self._across,
         )
-        chosen = select(check, self._recoveries)
+        chosen = select(check, {p.member: self._recoveries[p.member] for p in self._pieces})
         self._rest = Mover(moves.where(~chosen), kv, rotary)
         keep = torch.ones(len(self.batch), dtype=torch.bool, device=device)
         keep[rows] = chosen
@@ -140,15 +140,16 @@ class CheckedChunk:
         return batch, keep.nonzero()[:, 0]
 
 
-def select(check: Check, recoveries: Sequence[Recovery]) -> torch.Tensor:
-    """bool [rows] of a check, each backend asked once for all the members it serves."""
-    present = sorted(set(check.member.tolist()))
+def select(check: Check, recoveries: Mapping[int, Recovery]) -> torch.Tensor:
+    """bool [rows] of a check, each distinct backend asked once for all the members it serves."""
+    backends = list(recoveries.values())
+    if all(backend == backends[0] for backend in backends):
+        return backends[0].select(check)
     chosen = torch.zeros_like(check.member, dtype=torch.bool)
-    backends = [recoveries[m] for m in present]
     for backend in (b for i, b in enumerate(backends) if b not in backends[:i]):
-        served = [m for m, b in zip(present, backends) if b == backend]
+        served = [member for member, own in recoveries.items() if own == backend]
         mine = torch.isin(check.member, torch.tensor(served, device=check.member.device))
-        chosen[mine] = backend.select(check if len(served) == len(present) else check.part(mine))
+        chosen[mine] = backend.select(check.part(mine))
     return chosen
 
 

@@ -150,7 +150,7 @@ class Model:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim]; q and k with RoPE."""
         mixed = layer.qkv(rms_norm(x, layer.attention_norm, self.eps))
-        mixed = mixed.view(x.shape[0], -1, self.head_dim)
+        mixed = mixed.unflatten(1, (self.heads + 2 * self.kv_heads, self.head_dim))
         q, k, v = mixed.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
             q = rms_norm(q, layer.query_norm, self.eps)
