@@ -59,7 +59,7 @@ class Member:
     request_id: RequestId
     agent: AgentId
     table: int  # its own pages: index into ReusePlan.tables
-    token_ids: tuple[int, ...]  # of rows [0, end]
+    token_ids: Sequence[int]  # of rows [0, end]
     cached: int  # rows [0, cached) are in the engine's prefix cache
     end: int  # rows [cached, end) are the plan's to fill
     copies: tuple[Copy, ...] = ()  # sorted, disjoint, inside [cached, end)
@@ -108,11 +108,16 @@ class PlanError(ValueError):
 
 def check_plan(plan: ReusePlan, page_size: int) -> None:
     """Raise PlanError unless the plan keeps the contract stated above."""
+    owners = {member.table: index for index, member in enumerate(plan.members)}
+    if len(owners) < len(plan.members):
+        raise PlanError("two members have the same pages")
     for index, member in enumerate(plan.members):
-        _check_member(plan, index, member, page_size)
+        _check_member(plan, owners, index, member, page_size)
 
 
-def _check_member(plan: ReusePlan, index: int, member: Member, page_size: int) -> None:
+def _check_member(
+    plan: ReusePlan, owners: dict[int, int], index: int, member: Member, page_size: int
+) -> None:
     where = f"member {index} ({member.request_id})"
     if not 0 <= member.cached <= member.end < len(member.token_ids):
         raise PlanError(f"{where}: need 0 <= cached <= end < number of tokens")
@@ -123,11 +128,12 @@ def _check_member(plan: ReusePlan, index: int, member: Member, page_size: int) -
         if copy.start < position or copy.end > member.end or copy.length <= 0:
             raise PlanError(f"{where}: copy {copy} overlaps, is empty or out of range")
         position = copy.end
-        _check_source(plan, index, copy, page_size)
+        _check_source(plan, owners.get(copy.source), index, copy, page_size)
 
 
-def _check_source(plan: ReusePlan, index: int, copy: Copy, page_size: int) -> None:
-    owner = next((i for i, m in enumerate(plan.members) if m.table == copy.source), None)
+def _check_source(
+    plan: ReusePlan, owner: int | None, index: int, copy: Copy, page_size: int
+) -> None:
     if owner is None:
         if (copy.source_start + copy.length) > len(plan.tables[copy.source].blocks) * page_size:
             raise PlanError(f"copy {copy} reads beyond its source's pages")

@@ -12,24 +12,31 @@ round in a step. Everything is decided on the scheduler side, in plain Python; t
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable
 from enum import Enum
+from heapq import nlargest
+from itertools import islice
 from typing import Generic, TypeVar
 
 from tokendance.config import Config
+from tokendance.plan.index import SegmentIndex
 from tokendance.plan.planner import plan_round
 from tokendance.plan.reuse_plan import ReusePlan
-from tokendance.plan.ticket import State, Ticket, order_distance, shared_rows
-from tokendance.types import AgentId, RequestId, RoundId, SegmentKey
+from tokendance.plan.rounds import Budget as Budget
+from tokendance.plan.rounds import Round, Wave, elect, leads_still, resident
+from tokendance.plan.ticket import State, Ticket, order_distance, shared_with
+from tokendance.types import AgentId, RequestId, RoundId
 
 REMEMBERED = 4096
 """Sessions whose leader, and ended rounds whose agents, are remembered."""
 
 LEADER_PATIENCE_S = 60.0
-"""How long followers wait while the engine computes their leader chunk by chunk."""
+"""How long after its first wait for a leader that the engine is computing a follower gives up."""
 
+MAX_LOOKS = 8
+"""Rounds, and members of a leaderless round, that a request without hints is compared with."""
 
 T = TypeVar("T")
 
@@ -40,50 +47,20 @@ class Verdict(Enum):
     COLLECTIVE = "collective"  # the collective pass fills its rows
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """What one engine step can take: rows of a pass, free pages of `page_size` rows, requests."""
-
-    rows: int
-    pages: int
-    page_size: int
-    requests: int
-
-
-@dataclass(eq=False)
-class Round:
-    """The requests that are handled together."""
-
-    key: object  # in RoundBook._rounds
-    round_id: RoundId
-    size: int  # announced members, 0 if unknown
-    deadline: float  # when to stop waiting for missing members
-    family: object  # what stays the same from round to round: salt and session
-    salt: str
-    agents: set[AgentId] = field(default_factory=set)  # all that ever joined
-    tickets: dict[RequestId, Ticket] = field(default_factory=dict)
-    running: bool = False
-    leader: Ticket | None = None
-    wave: set[RequestId] = field(default_factory=set)
-    wave_step: int = -1
-    patience: float | None = None  # until when followers wait for a leader on the ordinary path
-
-    def waiting(self) -> list[Ticket]:
-        return [t for t in self.tickets.values() if t.state is State.WAITING]
-
-
 class RoundBook:
     """All open rounds. Not thread safe: it belongs to the engine's scheduler thread."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._rounds: dict[object, Round] = {}
+        self._minimum = max(1, config.min_shared_tokens)
+        self._rounds: dict[Hashable, Round] = {}
         self._of: dict[RequestId, Round] = {}
-        self._by_key: dict[tuple[str, SegmentKey], set[Round]] = {}
+        self._index: SegmentIndex[Round] = SegmentIndex()
         self._leaders: _Memory[AgentId] = _Memory()
         self._ended: _Memory[set[AgentId]] = _Memory()
         self._step = 0
-        self._admitted: dict[Round, list[Ticket]] = {}
+        self._page_size = 1
+        self._admitted: list[tuple[Round, Ticket]] = []
         self._names = 0
 
     def __contains__(self, request_id: RequestId) -> bool:
@@ -107,29 +84,34 @@ class RoundBook:
         if round_ is None:
             ended = self._ended.get(key) or set()
             late = bool(ended) and ticket.agent not in ended  # the others are done: no use to wait
-            deadline = now if late else now + self._config.round_timeout_ms / 1000
-            name = RoundId(f"{session}/{round_id}")
-            round_ = Round(key, name, size, deadline, (salt, session), salt)
-            round_.agents = ended if late else set()
+            round_ = Round(
+                key,
+                RoundId(f"{session}/{round_id}"),
+                now if late else now + self._config.round_timeout_ms / 1000,
+                salt,
+                family=(salt, session),
+                announced=True,
+                agents=ended if late else set(),
+            )
             self._rounds[key] = round_
         round_.size = max(round_.size, size)
+        round_.agents.add(ticket.agent)
         self._enter(round_, ticket)
-        if round_.size and len(round_.agents) >= self._config.quorum * round_.size:
+        if round_.size and len(round_.agents) >= _needed(self._config.quorum, round_.size):
             round_.running = True
 
     def join_by_content(self, ticket: Ticket, *, salt: str, marked: bool, now: float) -> None:
-        """Enter an open round that shares enough text with the request, or open one.
+        """Enter an open round without hints that shares enough with the request, or open one.
 
         A request that marks its segments waits a moment for others; any other request starts at
         once and leads those that come while it runs.
         """
         round_ = self._matching(ticket, salt)
         if round_ is None:
-            self._names += 1
             deadline = now + (self._config.linger_ms / 1000 if marked else 0.0)
-            name = RoundId(f"content/{self._names}")
-            round_ = Round(name, name, 0, deadline, None, salt, running=not marked)
-            self._rounds[name] = round_
+            round_ = self._open("content", deadline, salt, found_by_content=True)
+        if not marked:
+            round_.running = True
         self._enter(round_, ticket)
 
     def leave(self, request_id: RequestId) -> None:
@@ -140,39 +122,46 @@ class RoundBook:
         self._withdraw(round_, round_.tickets[request_id])
         if not round_.tickets:
             del self._rounds[round_.key]
-            if round_.family is not None:
+            if round_.announced:
                 self._ended.put(round_.key, round_.agents)
+
+    def _open(
+        self,
+        name: str,
+        deadline: float,
+        salt: str,
+        *,
+        family: Hashable = None,
+        found_by_content: bool = False,
+    ) -> Round:
+        """A round that nobody has named."""
+        self._names += 1
+        key = RoundId(f"{name}/{self._names}")
+        round_ = Round(key, key, deadline, salt, family=family, found_by_content=found_by_content)
+        self._rounds[key] = round_
+        return round_
 
     def _enter(self, round_: Round, ticket: Ticket) -> None:
         round_.tickets[ticket.request_id] = ticket
-        round_.agents.add(ticket.agent)
+        ticket.polled = round_.turn
         self._of[ticket.request_id] = round_
-        for key in ticket.segment_keys():
-            self._by_key.setdefault((round_.salt, key), set()).add(round_)
+        if round_.found_by_content:
+            self._index.add(round_.salt, round_, ticket)
 
     def _withdraw(self, round_: Round, ticket: Ticket) -> None:
-        del round_.tickets[ticket.request_id]
-        if round_.leader is ticket:
-            round_.leader = None
-        held = {key for t in round_.tickets.values() for key in t.segment_keys()}
-        for key in ticket.segment_keys():
-            if key in held:
-                continue
-            rounds = self._by_key.get((round_.salt, key))
-            if rounds is not None:
-                rounds.discard(round_)
-                if not rounds:
-                    del self._by_key[round_.salt, key]
+        round_.withdraw(ticket)
+        if round_.found_by_content:
+            self._index.remove(round_.salt, round_, ticket)
 
     def _matching(self, ticket: Ticket, salt: str) -> Round | None:
-        shared: dict[Round, int] = {}
-        for span in ticket.spans:
-            for round_ in self._by_key.get((salt, span.key), ()):
-                shared[round_] = shared.get(round_, 0) + len(span)
-        for round_ in sorted(shared, key=lambda r: shared[r], reverse=True):
-            if shared[round_] < self._config.min_shared_tokens:
+        shared = self._index.shared(salt, ticket)
+        for round_ in nlargest(MAX_LOOKS, shared, key=lambda r: shared[r]):
+            if shared[round_] < self._minimum:
                 return None
-            if any(self._pays(ticket, other) for other in round_.tickets.values()):
+            others: Iterable[Ticket] = (
+                (round_.leader,) if round_.leader else (islice(round_.tickets.values(), MAX_LOOKS))
+            )
+            if any(shared_with(ticket, other).rows >= self._minimum for other in others):
                 return round_
         return None
 
@@ -191,12 +180,17 @@ class RoundBook:
             if now < round_.deadline:
                 return Verdict.WAIT
             round_.running = True
-        if round_.wave_step != self._step:
+        asked_first = round_.wave_step != self._step
+        round_.turn += asked_first
+        ticket.polled = round_.turn
+        if asked_first:
             round_.wave_step = self._step
+            self._page_size = budget.page_size
             round_.wave = self._next_wave(round_, budget, now)
         if request_id not in round_.wave:
             return Verdict.WAIT
         if ticket.reason or cached >= ticket.end:
+            ticket.approximate_from = None
             return Verdict.ORDINARY
         if ticket.approximate_from is not None:
             ticket.approximate_from = max(ticket.approximate_from, cached)
@@ -204,81 +198,75 @@ class RoundBook:
 
     def _next_wave(self, round_: Round, budget: Budget, now: float) -> set[RequestId]:
         """Pick who starts in this step; a ticket with a reason goes the ordinary way."""
-        for ticket in round_.waiting():
-            ticket.reason, ticket.approximate_from = "", None
         leader = self._lead(round_)
         self._split(round_, leader)
-        followers = [t for t in round_.waiting() if t is not leader]
-        if leader.state is not State.WAITING and not _resident(leader):
-            return self._behind_leader(round_, followers, now)
-        wave = _Wave(budget)
-        rows = leader.end - leader.cached
+        wave, ordinary = Wave(budget), set()
+        ready = resident(leader, self._step)
+        followers = 0
         if leader.state is State.WAITING:
-            wave.add(leader, rows)
-        ordinary = {t.request_id for t in followers if not self._follow(t, leader, wave)}
-        if wave.tickets == [leader] or (rows > budget.rows and leader.state is State.WAITING):
-            # Alone, or more than one pass takes: the engine computes it, in chunks if need be.
-            leader.reason = "leads"
-            return {leader.request_id, *ordinary}
+            leader.approximate_from = None
+            wave.add(leader, leader.end - leader.cached)
+            # More than one pass takes: the engine computes it, in chunks, and the others wait.
+            ready = 0 < leader.end - leader.cached <= budget.rows
+        for ticket in round_.waiting():
+            if ticket is leader:
+                continue
+            if wave.full:
+                break
+            ticket.reason = self._obstacle(round_, ticket, ready, now)
+            if ticket.reason:
+                ordinary.add(ticket.request_id)
+            elif ready and wave.add(ticket, self._computes(round_, ticket)):
+                ticket.approximate_from = round_.share(ticket).start
+                followers += 1
+        if leader.state is State.WAITING:
+            leader.reason = "" if followers else "leads"
+        if followers and round_.family is not None:
+            self._leaders.put(round_.family, leader.agent)
         return {t.request_id for t in wave.tickets} | ordinary
 
-    def _follow(self, ticket: Ticket, leader: Ticket, wave: _Wave) -> bool:
-        """Put a follower into the wave if there is room; False if reuse does not pay."""
-        rows = [r for r in shared_rows(ticket, leader) if r.end > ticket.cached]
-        shared = sum(len(r) for r in rows)
-        if shared < max(1, self._config.min_shared_tokens):
-            ticket.reason = "shares too little with the leader"
-            return False
-        if wave.add(ticket, max(0, ticket.end - ticket.cached - shared)):
-            ticket.approximate_from = rows[0].start
-        return True
+    def _obstacle(self, round_: Round, ticket: Ticket, ready: bool, now: float) -> str:
+        """Why a follower takes nothing from its leader, "" if it does or waits for it."""
+        if round_.share(ticket).rows < self._minimum:
+            return "shares too little with the leader"
+        leader = round_.leader
+        assert leader is not None
+        if ready or leader.state is State.WAITING:
+            return ""
+        if ticket.held_until is None:
+            ticket.held_until = now + LEADER_PATIENCE_S
+        return "" if now < ticket.held_until else "leader not ready in time"
+
+    def _computes(self, round_: Round, ticket: Ticket) -> int:
+        return max(0, ticket.end - ticket.cached - round_.share(ticket).rows)
 
     def _split(self, round_: Round, leader: Ticket) -> None:
         """Members whose order is too far from the leader's go on as a round of their own."""
         bound = self._config.max_order_distance
         if bound >= 1.0:
             return
-        far = [t for t in round_.waiting() if t is not leader and order_distance(t, leader) > bound]
-        if not far:
-            return
-        self._names += 1
-        name = RoundId(f"{round_.round_id}+{self._names}")
-        other = Round(name, name, 0, round_.deadline, None, round_.salt, running=True)
-        self._rounds[name] = other
-        for ticket in far:
+        for ticket in round_.waiting():
+            if ticket is leader or order_distance(ticket, leader) <= bound:
+                continue
+            if round_.apart is None or round_.apart.key not in self._rounds:
+                round_.apart = self._open(
+                    f"{round_.round_id}+",
+                    round_.deadline,
+                    round_.salt,
+                    family=None if round_.family is None else (round_.family, "apart"),
+                    found_by_content=round_.found_by_content,
+                )
+                round_.apart.running = True
             self._withdraw(round_, ticket)
-            self._enter(other, ticket)
-
-    def _behind_leader(self, round_: Round, followers: list[Ticket], now: float) -> set[RequestId]:
-        """The leader is on its way through the engine: wait for it, but not for ever."""
-        if round_.patience is None:
-            round_.patience = now + LEADER_PATIENCE_S
-        if now < round_.patience:
-            return set()
-        for ticket in followers:
-            ticket.reason = "leader not ready in time"
-        return {t.request_id for t in followers}
+            self._enter(round_.apart, ticket)
 
     def _lead(self, round_: Round) -> Ticket:
         """The round's leader; a new one where there is none or its pages were taken away."""
-        leader = round_.leader
-        if leader is not None and (leader.state is State.WAITING or leader.computed() > 0):
-            return leader
-        waiting = round_.waiting()
-        exact = [t for t in round_.tickets.values() if _resident(t) and t.approximate_from is None]
-        candidates = exact or waiting
-        previous = self._leaders.get(round_.family)
-        leader = next((t for t in candidates if t.agent == previous), None)
-        if leader is None:
-            leader = max(candidates, key=lambda t: _coverage(t, waiting))
-        round_.leader, round_.patience = leader, None
-        if round_.family is not None:
-            self._leaders.put(round_.family, leader.agent)
-        return leader
-
-    def _pays(self, ticket: Ticket, other: Ticket) -> bool:
-        shared = sum(len(rows) for rows in shared_rows(ticket, other))
-        return shared >= self._config.min_shared_tokens
+        if not leads_still(round_):
+            previous = self._leaders.get(round_.family)
+            round_.follow(elect(round_, previous, self._step, self._minimum))
+        assert round_.leader is not None
+        return round_.leader
 
     # -- one engine step -----------------------------------------------------------------------
 
@@ -288,30 +276,69 @@ class RoundBook:
         if round_ is None:
             return
         ticket = round_.tickets[request_id]
-        ticket.blocks = blocks
+        ticket.blocks, ticket.admitted = blocks, self._step
         ticket.state = State.COLLECTIVE if collective else State.ORDINARY
         if collective:
-            self._admitted.setdefault(round_, []).append(ticket)
+            self._admitted.append((round_, ticket))
 
-    def end_step(self, pages: Callable[[RequestId], tuple[int, ...]]) -> Iterator[ReusePlan]:
+    def end_step(self, pages: Callable[[RequestId], tuple[int, ...]]) -> tuple[ReusePlan, ...]:
         """The plans of the members admitted since the last call; starts the next step.
 
         pages(request_id): the pages that a request holds now.
         """
+        admitted = [(r, t) for r, t in self._admitted if t.request_id in r.tickets]
+        groups: dict[Round, list[Ticket]] = {}
+        for round_, ticket in admitted:
+            groups.setdefault(round_, []).append(ticket)
+        for round_, tickets in groups.items():
+            tickets.sort(key=lambda t: t is not round_.leader)
+        _claim_prefixes([t for _, t in admitted], groups.values(), self._page_size)
+        plans = tuple(self._plan(*group, pages) for group in groups.items())
+        self._admitted = []
         self._step += 1
-        admitted, self._admitted = self._admitted, {}
-        for round_, tickets in admitted.items():
-            present = [t for t in tickets if t.request_id in round_.tickets]
-            present.sort(key=lambda t: t is not round_.leader)
-            resident = [t for t in round_.tickets.values() if t not in present and _resident(t)]
-            resident.sort(key=lambda t: t is not round_.leader)
-            for ticket in resident:
-                ticket.blocks = pages(ticket.request_id)
-            if present:
-                plan = plan_round(round_.round_id, present, resident)
-                for ticket, member in zip(present, plan.members):
-                    ticket.copied = tuple(copy.rows for copy in member.copies)
-                yield plan
+        return plans
+
+    def _plan(
+        self,
+        round_: Round,
+        tickets: list[Ticket],
+        pages: Callable[[RequestId], tuple[int, ...]],
+    ) -> ReusePlan:
+        sources = [t for t in round_.tickets.values() if resident(t, self._step)]
+        sources.sort(key=lambda t: t is not round_.leader)
+        plan = plan_round(round_.round_id, tickets, sources, lambda t: pages(t.request_id))
+        for ticket, member in zip(tickets, plan.members):
+            inexact = [copy.start for copy in member.copies if not copy.exact]
+            ticket.settle(tuple(c.rows for c in member.copies), inexact[0] if inexact else None)
+        leader = round_.leader
+        passed_over = leader is None or leader.state is State.WAITING
+        if passed_over and tickets[0].approximate_from is None:
+            round_.follow(tickets[0])  # the engine took others first: the region is here now
+        return plan
+
+
+def _claim_prefixes(admitted: list[Ticket], groups: Iterable[list[Ticket]], page_size: int) -> None:
+    """Let no member read prefix pages that a member behind it has yet to fill.
+
+    The engine enters the pages of a request into its prefix cache when it admits it, so a request
+    admitted later, but executed earlier (a leader), may have a hit on pages that are still empty.
+    It computes those rows itself. admitted: in that order; groups: in order of execution.
+    """
+    turn = {ticket.request_id: i for i, ticket in enumerate(admitted)}
+    later: list[tuple[int, int, int]] = []  # turn, index of the first page it fills, that page
+    first = len(turn)
+    for ticket in reversed([t for group in groups for t in group]):
+        mine, page = turn[ticket.request_id], ticket.cached // page_size
+        if first < mine:
+            hits = (i for t, i, block in later if t < mine and ticket.blocks[i : i + 1] == (block,))
+            ticket.cached = min((i * page_size for i in hits if i < page), default=ticket.cached)
+        later.append((mine, page, ticket.blocks[page]))
+        first = min(first, mine)
+
+
+def _needed(quorum: float, size: int) -> int:
+    """Members that are enough; the product of floats may lie just above a whole number."""
+    return math.ceil(quorum * size - 1e-9)
 
 
 class _Memory(Generic[T]):
@@ -328,42 +355,3 @@ class _Memory(Generic[T]):
         self._items.move_to_end(key)
         if len(self._items) > REMEMBERED:
             self._items.popitem(last=False)
-
-
-class _Wave:
-    """The members that start in one step, within its budget."""
-
-    def __init__(self, budget: Budget) -> None:
-        self._rows = budget.rows
-        self._pages = budget.pages
-        self._requests = budget.requests
-        self._page_size = budget.page_size
-        self.tickets: list[Ticket] = []
-
-    def add(self, ticket: Ticket, rows: int) -> bool:
-        """Take a member if it fits; the first one always does, so that nobody starves."""
-        pages = -(-(ticket.end + 1) // self._page_size) - ticket.cached // self._page_size
-        full = rows > self._rows or pages > self._pages or self._requests < 1
-        if self.tickets and full:
-            return False
-        self._requests -= 1
-        self._rows -= rows
-        self._pages -= pages
-        self.tickets.append(ticket)
-        return True
-
-
-def _resident(ticket: Ticket) -> bool:
-    """All rows a follower may take are computed and its pages are held."""
-    return ticket.state is not State.WAITING and ticket.computed() >= ticket.end
-
-
-def _coverage(ticket: Ticket, others: list[Ticket]) -> int:
-    """How many rows of the others this request's segments could serve."""
-    return sum(
-        len(span)
-        for other in others
-        if other is not ticket
-        for span in other.spans
-        if ticket.where(span.key) is not None
-    )

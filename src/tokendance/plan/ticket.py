@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from bisect import bisect, insort
+from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from tokendance.types import AgentId, RequestId, Rows, SegmentKey, Span
 
@@ -19,81 +22,131 @@ class State(Enum):
 class Ticket:
     """One request of a round.
 
+    token_ids: kept as array("q"), whose slices compare at memory speed; an array is not copied.
+    spans: its segments, in order, from row 0 on.
     computed(): rows the engine has computed before the current step, 0 while it holds no pages.
+    backend: recovery backend it asked for, "" for the server's.
     cached: rows found in the engine's prefix cache at the last look.
     blocks: its pages, once admitted.
     approximate_from: first row whose K/V may be approximate; None while all rows are exact.
-    copied: rows taken from other requests, no source for a third one.
+    copied: rows taken from other requests, no source for a third one; see `settle`.
     reason: why it goes the ordinary way.
-    backend: recovery backend it asked for, "" for the server's.
+    polled: the turn of its round in which the engine last asked for it, or in which it joined.
+    admitted: the step of its admission.
+    held_until: when it stops waiting for a leader that is on its way.
     """
 
     request_id: RequestId
     agent: AgentId
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     spans: tuple[Span, ...]
     arrived: float
     computed: Callable[[], int]
+    backend: str = ""
     state: State = State.WAITING
     cached: int = 0
     blocks: tuple[int, ...] = ()
     approximate_from: int | None = None
     copied: tuple[Rows, ...] = ()
     reason: str = ""
-    backend: str = ""
-    _where: dict[SegmentKey, Rows] | None = field(default=None, repr=False)
+    polled: int = 0
+    admitted: int = 0
+    held_until: float | None = None
+    _first: dict[SegmentKey, Span] = field(default_factory=dict, repr=False)
+    _own: Mapping[SegmentKey, Span] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.token_ids, array):
+            self.token_ids = array("q", self.token_ids)
+        for span in self.spans:
+            self._first.setdefault(span.key, span)
+        self._own = own_spans(self, self.copied)
 
     @property
     def end(self) -> int:
         """The last prompt row, which the engine always computes itself."""
         return len(self.token_ids) - 1
 
-    def where(self, key: SegmentKey) -> Rows | None:
-        """The rows of the first occurrence of a segment in this prompt."""
-        if self._where is None:
-            self._where = {}
-            for span in self.spans:
-                self._where.setdefault(span.key, Rows(span.start, span.end))
-        return self._where.get(key)
+    @property
+    def own(self) -> Mapping[SegmentKey, Span]:
+        """Of every segment, its first occurrence that is not copied: what others may take."""
+        return self._own
 
-    def segment_keys(self) -> Iterator[SegmentKey]:
-        self.where(SegmentKey(b""))
-        assert self._where is not None
-        return iter(self._where)
+    def where(self, key: SegmentKey) -> Span | None:
+        """The first occurrence of a segment in this prompt."""
+        return self._first.get(key)
+
+    def segment_keys(self) -> KeysView[SegmentKey]:
+        return self._first.keys()
+
+    def settle(self, copied: tuple[Rows, ...], approximate_from: int | None) -> None:
+        """Remember what a plan has made of this request."""
+        self.copied = copied
+        self.approximate_from = approximate_from
+        self._own = own_spans(self, copied)
+
+
+def own_spans(ticket: Ticket, copied: Iterable[Rows]) -> Mapping[SegmentKey, Span]:
+    """The first occurrence of every segment outside `copied` (sorted, disjoint)."""
+    holes = iter(copied)
+    hole = next(holes, None)
+    if hole is None:
+        return ticket._first
+    own: dict[SegmentKey, Span] = {}
+    for span in ticket.spans:
+        while hole is not None and hole.end <= span.start:
+            hole = next(holes, None)
+        if hole is None or span.end <= hole.start:
+            own.setdefault(span.key, span)
+    return own
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Number of leading tokens that two prompts share."""
-    low, high = 0, min(len(a), len(b))
+    """Number of leading tokens that two prompts (of the same sequence type) share."""
+    whole, low, size = min(len(a), len(b)), 0, 16
+    while low < whole and a[low : low + size] == b[low : low + size]:
+        low, size = low + size, size * 2
+    high = min(low + size, whole)
     while low < high:  # slices compare in C, so bisection beats a loop over tokens
         middle = (low + high + 1) // 2
         if a[low:middle] == b[low:middle]:
             low = middle
         else:
             high = middle - 1
-    return low
+    return min(low, whole)
 
 
-def shared_rows(ticket: Ticket, source: Ticket) -> list[Rows]:
-    """Rows of `ticket` that hold a segment of `source`, outside their common prefix."""
-    prefix = common_prefix(ticket.token_ids, source.token_ids)
-    rows = []
-    for span in ticket.spans:
-        start, end = max(span.start, prefix), min(span.end, ticket.end)
-        if start < end and source.where(span.key) is not None:
-            rows.append(Rows(start, end))
-    return rows
+class Share(NamedTuple):
+    """What a request could take from another one: `rows` rows, the first of them at `start`."""
+
+    start: int
+    rows: int
+
+
+def shared_with(ticket: Ticket, source: Ticket) -> Share:
+    """Rows of `ticket` that hold a segment of `source`, outside their common prefix and its cache.
+
+    Their common prefix is left out since the engine's own cache serves it, exactly.
+    """
+    begin = max(common_prefix(ticket.token_ids, source.token_ids), ticket.cached)
+    held, limit = source.segment_keys(), ticket.end
+    first, rows = limit, 0
+    for start, end, key in ticket.spans:
+        if end > begin and start < limit and key in held:
+            start, end = max(start, begin), min(end, limit)
+            first = min(first, start)
+            rows += end - start
+    return Share(first, rows)
 
 
 def order_distance(ticket: Ticket, leader: Ticket) -> float:
     """Share of the pairs of common segments that stand in another order than in `leader` (0..1)."""
-    places = [
-        rows.start for key in ticket.segment_keys() if (rows := leader.where(key)) is not None
-    ]
+    places: list[int] = []
+    inversions = 0
+    for key in ticket.segment_keys():
+        span = leader.where(key)
+        if span is not None:
+            inversions += len(places) - bisect(places, span.start)
+            insort(places, span.start)
     pairs = len(places) * (len(places) - 1) // 2
-    if pairs == 0:
-        return 0.0
-    inversions = sum(
-        places[i] > places[j] for i in range(len(places)) for j in range(i + 1, len(places))
-    )
-    return inversions / pairs
+    return inversions / pairs if pairs else 0.0

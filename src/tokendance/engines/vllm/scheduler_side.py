@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -81,7 +82,7 @@ class SchedulerSide:
             return
         now = time.monotonic()
         salt = request.cache_salt or ""
-        tokens = tuple(request.prompt_token_ids)
+        tokens = array("q", request.prompt_token_ids)
         ticket = Ticket(
             request_id=RequestId(request.request_id),
             agent=AgentId(str(hints.get("agent") or request.request_id)),
