@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ def test_the_valid_example_is_valid(tmp_path: Path) -> None:
 def test_rendering_by_segment_equals_rendering_the_joined_text(path: Path) -> None:
     words = Words()
     render = Renderer(words)
-    for round_ in Trace(path).rounds():
+    for round_ in islice(Trace(path).rounds(), 3):
         for request in round_.requests:
             prompt = render(request)
             assert list(prompt.ids) == words.encode("".join(p.segment.text for p in request.parts))
@@ -229,7 +230,7 @@ _PIECES = st.lists(
 ).filter(lambda pieces: any(ids for _, ids in pieces))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80)
 @given(
     st.lists(st.dictionaries(st.sampled_from("abc"), _PIECES, min_size=1), min_size=1, max_size=4)
 )

@@ -148,7 +148,7 @@ def _line(reports: list[RoundReport]) -> str:
 
 
 def _table(reports: list[RoundReport]) -> Table:
-    table = Table(title="plain vLLM / TokenDance", title_style="bold")
+    table = Table(title="plain vLLM/TokenDance", title_style="bold")
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "reuse" else "right")
     for index in sorted({report.index for report in reports}):
@@ -161,10 +161,10 @@ def _cells(row: dict[str, Any]) -> list[str]:
     reuse = " ".join(f"{k} {sources[k]}" for k in ("prefix", "sibling", "stored") if sources.get(k))
     return [
         str(row["round"] + 1),
-        "{} / {}".format(*row["computed"]),
-        "{:.2f} / {:.2f}".format(*row["prefill_cpu_s"]),
+        "{}/{}".format(*row["computed"]),
+        "{:.1f}/{:.1f}".format(*row["prefill_cpu_s"]),
         f"{row['prefill_cpu_ratio']:.2f}x",
-        "{:.2f} / {:.2f}".format(*row["round_wall_s"]),
+        "{:.1f}/{:.1f}".format(*row["round_wall_s"]),
         f"{row['round_wall_ratio']:.2f}x",
         reuse or "none",
         "-" if row["kl_mean"] is None else f"{row['kl_mean']:.4f}",
