@@ -14,7 +14,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from tokendance.engines.vllm.kv_access import VllmKVAccess
-from tokendance.engines.vllm.narrow import Narrowing
+from tokendance.engines.vllm.narrow import Narrowing, NothingLeft
 from tokendance.engines.vllm.rope import rotary_of
 from tokendance.reuse.base import KVAccess, PassHooks, RowBatch, VirtualSequence
 
@@ -64,6 +64,9 @@ class VllmLayers:
                 self._narrowing(hooks),
             ):
                 self._model(batch.token_ids, batch.positions)
+        except NothingLeft:
+            for layer in range(hooks.check_layer or 0, self.kv.num_layers):
+                hooks.before_attention(layer)
         finally:
             self._hook = None
 

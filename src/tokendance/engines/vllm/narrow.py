@@ -28,6 +28,10 @@ class _Seen(Exception):
         self.k, self.v = k, v
 
 
+class NothingLeft(Exception):
+    """Raised out of the model's forward: no row goes on from the check layer."""
+
+
 class Narrowing:
     """Hooks for one forward pass; use as a context manager around the model's call.
 
@@ -77,6 +81,8 @@ class Narrowing:
         if answer is None:
             return args
         batch, kept = answer
+        if not len(batch):
+            raise NothingLeft
         context = get_forward_context()
         context.attn_metadata, context.slot_mapping = self._describe(batch)
         self._positions = batch.positions
