@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.engine
 
 from recording_connector import REQUESTS  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.exceptions import VLLMValidationError  # noqa: E402
 
 from tokendance.cli.model import ensure_model  # noqa: E402
+from tokendance.config import Config  # noqa: E402
+from tokendance.engines.vllm.frontend import FrontEnd  # noqa: E402
 
 PIECES = ["Alpha remembers the storm.\n", "Beta: shelter at noon.\n", "Gamma agrees.\n", "Now act."]
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    yield LLM(
+    engine = LLM(
         str(ensure_model()),
         load_format="dummy",
         hf_overrides={"num_hidden_layers": 1},
@@ -39,6 +38,9 @@ def llm() -> Iterator[LLM]:
             "kv_role": "kv_both",
         },
     )
+    yield engine
+    engine.llm_engine.engine_core.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
 
 
 @pytest.fixture(autouse=True)
@@ -198,3 +200,18 @@ def test_truncation_clips_segments(llm: LLM, side: str) -> None:
 def test_too_long_a_prompt_is_refused_as_ever(llm: LLM) -> None:
     with pytest.raises(VLLMValidationError, match="maximum context length"):
         llm.generate("word <TTSEP>" * 600, params(), use_tqdm=False)
+
+
+def test_a_kept_separator_stands_between_the_pieces(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    kept = FrontEnd(Config(keep_separator="<|endoftext|>"), tokenizer)
+    ids, lengths, text = kept.tokenize("one<TTSEP>two", special=False)
+    assert ids == [*ids_of(llm, "one"), 0, *ids_of(llm, "two")]
+    assert lengths == [len(ids_of(llm, "one")), 1, len(ids_of(llm, "two"))]
+    assert text == tokenizer.decode(ids) == "one<|endoftext|>two"
+
+
+def test_tokenizers_that_cannot_do_it_refuse_the_separator() -> None:
+    with pytest.raises(VLLMValidationError, match="not a Hugging Face tokenizer") as caught:
+        FrontEnd(Config(), object()).tokenize("one<TTSEP>two", special=True)
+    assert caught.value.parameter == "prompt"

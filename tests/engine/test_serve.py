@@ -40,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             [Path(sys.executable).with_name("tokendance"), "serve", str(ensure_model()), *flags],
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
+            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
         )
     try:
         url = f"http://127.0.0.1:{port}"
