@@ -25,12 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokendance", metavar="JSON", default="{}", help="options as one JSON object"
     )
+    defaults = Config()
     for option in fields(Config):
         parser.add_argument(
             f"--td-{option.name.replace('_', '-')}",
             dest=f"td_{option.name}",
-            metavar=str(option.type).split(" ")[0].upper(),
-            help=f"default: {option.default!r}",
+            metavar="JSON" if _kind(option.type) == "dict" else _kind(option.type).upper(),
+            help=f"default: {getattr(defaults, option.name)!r}",
         )
 
 
@@ -97,16 +98,20 @@ def vllm_arguments(rest: Sequence[str], options: Mapping[str, Any]) -> list[str]
     return ["serve", *rest, TRANSFER_FLAG, json.dumps(transfer)]
 
 
+def _kind(declared: Any) -> str:
+    """`int` of `int | None`, `dict` of `dict[str, Any]`."""
+    return str(declared).split(" ")[0].split("[")[0]
+
+
 def _value(text: str, declared: str) -> Any:
     """A value as its option declares it; what does not fit is left for Config to refuse."""
     if "None" in declared and text == "none":
         return None
-    kind = declared.split(" ")[0]
+    kind = _kind(declared)
     if kind == "bool":
         return {"true": True, "false": False}.get(text.lower(), text)
-    if kind in ("int", "float"):
-        try:
-            return int(text) if kind == "int" else float(text)
-        except ValueError:
-            return text
-    return text
+    read = {"int": int, "float": float, "dict": json.loads}.get(kind, str)
+    try:
+        return read(text)
+    except ValueError:
+        return text
