@@ -122,7 +122,7 @@ def make_round(
         slots = slots_of(blocks, len(tokens) + decoded)
         world.fill(slots)
         for copy in copies:
-            _move(world, copy, tables[0].blocks, blocks)
+            move(world, copy, tables[0].blocks, blocks)
         owner = Owner(SessionId(session), AgentId(f"a{agent}"))
         ids = tokens + world.tokens(decoded)
         caches[name] = Cache(name, owner, ids, world.kv, slots, salt=salt)
@@ -161,7 +161,7 @@ def _without(copy: Copy, a: int, b: int) -> list[Copy]:
     return [Copy(0, s - copy.delta, s, e - s) for s, e in parts if e > s]
 
 
-def _move(world: World, copy: Copy, source: tuple[int, ...], target: tuple[int, ...]) -> None:
+def move(world: World, copy: Copy, source: tuple[int, ...], target: tuple[int, ...]) -> None:
     """What the collective pass does with a copy."""
     from_slots = slots_of(source, copy.source_start + copy.length)[copy.source_start :]
     to_slots = slots_of(target, copy.end)[copy.start :]

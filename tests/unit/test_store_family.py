@@ -19,12 +19,13 @@ from store_world import (
     World,
     cache,
     make_round,
+    move,
     restored,
     slots_of,
 )
 
-from tokendance.plan.reuse_plan import PageTable, ReusePlan, check_plan
-from tokendance.store import Dense, Mirror, Owner, Store
+from tokendance.plan.reuse_plan import Copy, Member, PageTable, ReusePlan, check_plan
+from tokendance.store import Cache, Dense, Mirror, Owner, Store
 from tokendance.store.base import EntryGone, entry_key
 from tokendance.store.blocks import grid_blocks
 from tokendance.store.family import family_bound, layouts
@@ -365,7 +366,6 @@ def test_exact_entry_replaces_an_approximate_one(world: World) -> None:
 
 def test_a_member_may_lead_a_family_of_its_own() -> None:
     """Two groups in one plan: the second leader is worth more as a master than as a mirror."""
-    from tokendance.plan.reuse_plan import Copy, Member
 
     def member(index: int, copies: tuple[Copy, ...]) -> Member:
         name = f"m{index}"
@@ -398,6 +398,43 @@ def test_a_round_may_continue_an_earlier_steps_family(world: World) -> None:
     caches = {m.request_id: round_.caches[m.request_id] for m in late.members}
     assert [k.kind for k in held.put_family(late, caches)] == ["mirror", "mirror"]
     same_as_pages(held, world, round_)
+
+
+def test_a_prefix_that_was_shared_stays_shared_in_the_next_round(world: World) -> None:
+    """Histories grow: what a round copied is the next round's cached prefix, in the same pages."""
+    first = make_round(world, [10, 13], [world.tokens(40)], decoded=0, tag="1.")
+    held = store()
+    held.put_family(first.plan, first.caches)
+    members: list[Member] = []
+    tables: list[PageTable] = []
+    caches: dict[RequestId, Cache] = {}
+    news = world.tokens(30)
+    for index, old in enumerate(first.plan.members):
+        live = first.caches[old.request_id]
+        name = RequestId(f"2.a{index}")
+        keep = live.rows // PAGE * PAGE
+        tokens = [*live.token_ids, *world.tokens(3 + index), *news, 1]
+        blocks = first.plan.tables[index].blocks[: keep // PAGE] + world.table(len(tokens) - keep)
+        start = live.rows + 3 + index
+        slots = slots_of(blocks, len(tokens))
+        world.fill(slots[keep:])
+        copies = (Copy(0, members[0].end - 30, start, 30),) if members else ()
+        for copy in copies:
+            move(world, copy, tables[0].blocks, blocks)
+        tables.append(PageTable(name, blocks))
+        end = len(tokens) - 1
+        members.append(Member(name, old.agent, index, tuple(tokens), keep, end, copies))
+        caches[name] = Cache(name, live.owner, tokens, world.kv, slots)
+    plan = ReusePlan(RoundId("2"), tuple(members), tuple(tables), 0)
+    check_plan(plan, PAGE)
+    kept = held.put_family(plan, caches)
+    assert [k.kind for k in kept] == ["master", "mirror"]
+    same_as_pages(held, world, Round(plan, caches))
+    mirror = held.get(kept[1].key)  # type: ignore[arg-type]
+    assert isinstance(mirror, Mirror)
+    shared = [(p.start, p.end) for p in mirror.k_pieces if p.shared]
+    # All of the first region is in whole cached pages of both, and the new one follows.
+    assert shared == [(13, 53), (62, 92)]
 
 
 def test_int8_is_small_close_and_approximate(world: World) -> None:

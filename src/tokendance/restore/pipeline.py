@@ -53,6 +53,7 @@ class Restorer:
         self.kernel = kernel if kernel is not None else kernels.best(self.device)
         self._target = target
         self._rotary = rotary
+        self._dense: dict[int, torch.Tensor] = {}
 
     def restore(self, placements: Sequence[Placement]) -> Report:
         """Restore a round of entries. Rows with position difference 0 are bit-equal to what was
@@ -69,8 +70,8 @@ class Restorer:
         return self._report(jobs, stager.loaded, begin)
 
     def restore_dense(self, placement: Placement) -> Report:
-        """The unfused way, for comparison: build the whole dense entry, then rotate and scatter
-        it."""
+        """The unfused way, for comparison: build the whole dense entry, in buffers that are kept,
+        then rotate and scatter it."""
         begin = time.perf_counter()
         (job,), feeds = self._prepare([placement])
         count = len(job.where)
@@ -79,15 +80,22 @@ class Restorer:
         with Stager(feeds, self.device) as stager:
             for layer in range(self._target.num_layers):
                 planes = stager.take(layer)
-                k, v = (_scratch(planes[f[0]], count) for f in (job.k_feeds, job.v_feeds))
+                for plane, (master, _) in enumerate((job.k_feeds, job.v_feeds)):
+                    whole.append(self._workspace(2 * layer + plane, planes[master], count))
+                k, v = (plane[None] for plane in whole[-2:])
                 self._run_kernel(k, v, job._replace(where=plain, turn=None), planes)
                 stager.placed(layer)
-                whole += (k[0], v[0])
         rows = plain.row
         dense = job._replace(k_source=rows, v_source=rows, k_feeds=(0, 1), v_feeds=(2, 3))
         for layer, (k, v) in enumerate(zip(whole[0::2], whole[1::2])):
             self._place(layer, dense, [k, k[:0], v, v[:0]])
         return self._report([job], stager.loaded, begin)
+
+    def _workspace(self, number: int, like: torch.Tensor, count: int) -> torch.Tensor:
+        held = self._dense.get(number)
+        if held is None or held.shape[0] < count or held.shape[1:] != like.shape[1:]:
+            held = self._dense[number] = like.new_empty((count, *like.shape[1:]))
+        return held[:count]
 
     def _prepare(self, placements: Sequence[Placement]) -> Batch:
         return prepare(placements, self._rotary, self._target.page_size, self.device)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PagedPlanes:
     """K and V pages of every layer as tensors or strided views [pages, page_size, kv_heads, dim].
 
@@ -18,6 +18,12 @@ class PagedPlanes:
 
     k: Sequence[torch.Tensor]
     v: Sequence[torch.Tensor]
+    num_layers: int = field(init=False)
+    page_size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_layers = len(self.k)
+        self.page_size = int(self.k[0].shape[1])
 
     @classmethod
     def empty(
@@ -27,14 +33,6 @@ class PagedPlanes:
         shape = (pages, page_size, heads, dim)
         k = [torch.zeros(shape, dtype=dtype) for _ in range(layers)]
         return cls(k, [torch.zeros(shape, dtype=dtype) for _ in range(layers)])
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.k)
-
-    @property
-    def page_size(self) -> int:
-        return int(self.k[0].shape[1])
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         page, row = slots // self.page_size, slots % self.page_size

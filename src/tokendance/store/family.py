@@ -8,7 +8,7 @@ starts where the stretch starts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,19 +17,20 @@ import numpy as np
 from tokendance.plan.reuse_plan import Copy, Member, ReusePlan
 from tokendance.store.base import Tokens
 from tokendance.store.blocks import BLOCK, grid_blocks
-from tokendance.store.mirror import Span
+from tokendance.store.mirror import Dense, Mirror, Span
 from tokendance.types import RequestId, Rows, merge_rows, subtract_rows
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How one request is to be stored. master None: dense. exact_rows: leading rows that the plan
-    leaves exact."""
+    leaves exact. cached: leading rows that come from the engine's prefix cache."""
 
     request_id: RequestId
     master: RequestId | None
     spans: tuple[Span, ...]
     exact_rows: int | None
+    cached: int = 0
 
 
 def layouts(
@@ -45,11 +46,12 @@ def layouts(
     for index, member in enumerate(plan.members):
         best = max(masters, key=lambda table: given[index, table], default=None)
         if best is None or member.table in masters or given[index, best] == 0:
-            result.append(Layout(member.request_id, None, (), exact_rows(member)))
+            result.append(Layout(member.request_id, None, (), exact_rows(member), member.cached))
             continue
         spans = tuple(_spans(plan, member, best, page_size, block))
         master = plan.tables[best].request_id
-        result.append(Layout(member.request_id, master, spans, exact_rows(member)))
+        exact = exact_rows(member)
+        result.append(Layout(member.request_id, master, spans, exact, member.cached))
     return sorted(result, key=lambda layout: layout.master is not None)
 
 
@@ -111,8 +113,7 @@ def _same_pages(plan: ReusePlan, member: Member, table: int, page_size: int) -> 
 def _spans(
     plan: ReusePlan, member: Member, table: int, page_size: int, block: int
 ) -> Iterator[Span]:
-    for run in _same_pages(plan, member, table, page_size):
-        yield Span(run.start, len(run), run.start)
+    yield from (Span(r.start, len(r), r.start) for r in _same_pages(plan, member, table, page_size))
     for stretch in _stretches(c for c in member.copies if c.source == table):
         yield from _unflagged(stretch, block)
 
@@ -137,6 +138,31 @@ def _unflagged(stretch: list[Copy], block: int) -> Iterator[Span]:
         yield Span(run.start, len(run), run.start - stretch[0].delta)
 
 
+def inherited(previous: Mirror, cached: int, old_master: Dense, same_rows: int) -> Iterator[Span]:
+    """What a mirror's prefix took from the master already when its agent's last entry was stored.
+
+    cached: leading rows of the new mirror that are those of `previous`, out of the engine's prefix
+    cache; same_rows: leading rows of the new master that are those of `old_master` likewise.
+    """
+    if previous.master is not old_master or previous.v_pieces is not previous.k_pieces:
+        return
+    for piece in (p for p in previous.k_pieces if p.shared and p.birth == p.at):
+        length = min(piece.end, cached) - piece.start
+        length = min(length, same_rows - piece.at)
+        if length > 0:
+            yield Span(piece.start, length, piece.at)
+
+
+def disjoint(spans: Iterable[Span]) -> Iterator[Span]:
+    """The spans in order, each without the rows of those before it."""
+    done = 0
+    for span in sorted(spans):
+        skip = max(0, done - span.start)
+        if skip < span.length:
+            yield Span(span.start + skip, span.length - skip, span.master_start + skip)
+            done = span.start + span.length
+
+
 def confirm(spans: Iterable[Span], tokens: Tokens, master: Tokens) -> tuple[Span, ...]:
     """The spans whose token ids really are the master's; nothing is ever shared on trust."""
     return tuple(
@@ -153,7 +179,3 @@ def confirm(spans: Iterable[Span], tokens: Tokens, master: Tokens) -> tuple[Span
 def family_bound(agents: int, private_share: float) -> float:
     """The most a family of `agents` equal caches can shrink: N / (1 + (N - 1) * private share)."""
     return agents / (1 + (agents - 1) * private_share)
-
-
-def by_request(plan: ReusePlan) -> Mapping[RequestId, Member]:
-    return {member.request_id: member for member in plan.members}

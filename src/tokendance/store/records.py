@@ -17,7 +17,7 @@ class Record:
     clock: number of the put that last touched it. leases: readers of the entry, or of a mirror made
     of it. mirrors: records of the mirrors made of it, if it is dense. spilled: name of its copy in
     the tier below; spilling: the copy is on its way. doomed: to be dropped when the last lease
-    ends.
+    ends. cached: leading rows that the engine's prefix cache held when it was put.
     """
 
     entry: Entry
@@ -28,6 +28,7 @@ class Record:
     leases: int = 0
     spilled: str | None = None
     spilling: bool = False
+    cached: int = 0
     request_id: RequestId | None = None
     doomed: bool = False
 

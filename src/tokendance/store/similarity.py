@@ -96,8 +96,8 @@ class TokenIndex:
     def _extend(self, tokens: Tokens, done: int, start: int, key: EntryKey, row: int) -> Match:
         """The run around an offset pair on which both agree, not before `done`."""
         stored = self._tokens[key]
-        ahead = _common(tokens[start:], stored[row:])
-        back = _common(tokens[done:start][::-1], stored[:row][::-1])
+        ahead = common_prefix(tokens[start:], stored[row:])
+        back = common_prefix(tokens[done:start][::-1], stored[:row][::-1])
         if ahead < self.window:
             return Match(start, key, row, 0)
         return Match(start - back, key, row - back, ahead + back)
@@ -121,7 +121,7 @@ class TokenIndex:
         places = self._places.get(first[0], ()) if first else ()
         best = max(
             (
-                Match(0, key, 0, _common(tokens, self._tokens[key]))
+                Match(0, key, 0, common_prefix(tokens, self._tokens[key]))
                 for key, row in places
                 if row == 0
             ),
@@ -131,7 +131,7 @@ class TokenIndex:
         return best if best is not None and best.length >= self.window else None
 
 
-def _common(a: Tokens, b: Tokens) -> int:
+def common_prefix(a: Tokens, b: Tokens) -> int:
     """Length of the common prefix."""
     size = min(len(a), len(b))
     differ = np.flatnonzero(a[:size] != b[:size])

@@ -32,7 +32,7 @@ from tokendance.store.base import (
 )
 from tokendance.store.blocks import BLOCK, keep_rows, row_bytes, rows_index
 from tokendance.store.custody import Custody
-from tokendance.store.family import Layout, confirm, layouts
+from tokendance.store.family import Layout, confirm, disjoint, inherited, layouts
 from tokendance.store.lower import Lower
 from tokendance.store.mirror import (
     Dense,
@@ -44,7 +44,7 @@ from tokendance.store.mirror import (
     own_runs,
 )
 from tokendance.store.records import Record, kind_of
-from tokendance.store.similarity import agreement
+from tokendance.store.similarity import agreement, common_prefix
 from tokendance.store.tiers.base import Reason, TierQueue
 from tokendance.store.tiers.memory import HostMemory
 from tokendance.types import RequestId, Rows, SessionId
@@ -258,6 +258,7 @@ class Store:
         if not self._custody.make_room(nbytes, leaving):
             return Kept(cache.request_id, None, "", 0, "the byte budget is full")
         record = Record(self._build(key, tokens, cache, exact, basis, rows), tenant_of(cache.salt))
+        record.cached = layout.cached if layout is not None else 0
         self._custody.add(record)
         return self._keep(record, cache)
 
@@ -298,11 +299,31 @@ class Store:
             return None
         if not isinstance(record.entry, Dense):
             return None
-        spans = confirm(layout.spans, tokens, record.entry.tokens.numpy())
+        wanted = [*layout.spans, *self._inherited(layout, cache, tokens, record)]
+        spans = confirm(disjoint(wanted), tokens, record.entry.tokens.numpy())
         if not self._pays(sum(s.length for s in spans), cache.rows):
             return None
         pieces = mirror_pieces(cache.rows, spans, record.entry)
         return Basis(record, pieces, pieces, _mirror_exact(pieces, record.entry, exact))
+
+    def _inherited(
+        self, layout: Layout, cache: Cache, tokens: Tokens, master: Record
+    ) -> Iterable[Span]:
+        """Rows of the mirror's cached prefix that its last entry shared with the master's last one.
+        The owners' newest entries are still the last round's, until all of a family is put."""
+        before = self._newest(cache.owner)
+        (lead,) = master.owners if len(master.owners) == 1 else (None,)
+        lead_before = self._newest(lead) if lead is not None else None
+        if not isinstance(before, Mirror) or not isinstance(lead_before, Dense):
+            return ()
+        cached = min(layout.cached, common_prefix(tokens, before.tokens.numpy()))
+        new, old = master.entry.tokens.numpy(), lead_before.tokens.numpy()
+        return inherited(before, cached, lead_before, min(master.cached, common_prefix(new, old)))
+
+    def _newest(self, owner: Owner) -> Entry | None:
+        key = self._custody.ledger.latest(owner)
+        record = self._custody.record(key) if key is not None else None
+        return record.entry if record is not None else None
 
     def _search(self, cache: Cache, tokens: Tokens, exact: int) -> Basis | None:
         """A master by token similarity, and what K and V really have in common with it. A cache

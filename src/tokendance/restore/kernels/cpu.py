@@ -31,6 +31,9 @@ _SOURCE = Path(__file__).with_name("place.cpp")
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC")
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _ROWS_PER_TASK = 512
+_MAX_HEAD = 4096  # bytes, kMaxHead of place.cpp
+_STREAM_FROM = 1 << 20
+"""Bytes per plane and layer from which writes go past the caches; less is soon read again."""
 
 
 class _Plane(ctypes.Structure):
@@ -63,6 +66,7 @@ class _Work(ctypes.Structure):
         ("dim", ctypes.c_int64),
         ("turn", _Turn),
         ("kind", ctypes.c_int64),
+        ("stream", ctypes.c_int64),
     )
 
 
@@ -158,6 +162,7 @@ def _takes(pages: list[torch.Tensor], rows: list[Rows]) -> bool:
         plane.dtype == dtype
         and plane.shape[2:] == shape
         and plane.stride(3) == 1
+        and shape[1] * dtype.itemsize <= _MAX_HEAD
         and all(x.dtype == dtype and x.shape[1:] == shape and x.is_contiguous() for x in made_of)
         for plane, made_of in zip(pages, rows)
     )
@@ -195,6 +200,7 @@ def _work(
         dim,
         rotation,
         _KINDS[pages[0].dtype],
+        int(len(source) * heads * dim * pages[0].element_size() >= _STREAM_FROM),
     )
 
 

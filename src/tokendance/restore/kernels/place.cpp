@@ -2,6 +2,9 @@
 // Plain C ABI, loaded with ctypes: no torch headers, so it builds in a second and fits any torch.
 #include <cstdint>
 #include <cstring>
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -16,9 +19,8 @@ struct BF16 {
   static inline BF16 store(float f) {
     uint32_t u;
     std::memcpy(&u, &f, 4);
-    uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    uint32_t quiet_nan = (u >> 16) | 0x40u;
-    return BF16{uint16_t((u & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded)};
+    // A nan here has the payload of a bfloat16, low half zero, so that rounding leaves it a nan.
+    return BF16{uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16)};
   }
 };
 
@@ -80,8 +82,25 @@ struct Work {
   int64_t heads;
   int64_t dim;
   Turn turn;
-  int64_t kind;  // 0 bfloat16, 1 float16, 2 float32
+  int64_t kind;    // 0 bfloat16, 1 float16, 2 float32
+  int64_t stream;  // write past the caches
 };
+
+constexpr int64_t kMaxHead = 4096;  // bytes of one head
+
+// Large writes go past the caches, as in a large memcpy: a plain store would first read the line that
+// it overwrites, half as much traffic again.
+inline void emit(char* to, const char* from, int64_t bytes, bool stream) {
+#if defined(__AVX__)
+  if (stream && bytes % 32 == 0 && reinterpret_cast<uintptr_t>(to) % 32 == 0) {
+    for (int64_t i = 0; i < bytes; i += 32)
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i),
+                          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
+    return;
+  }
+#endif
+  std::memcpy(to, from, bytes);
+}
 
 template <typename T>
 inline void place_row(const Plane& plane, int64_t offset, int64_t source, const Work& w,
@@ -92,19 +111,22 @@ inline void place_row(const Plane& plane, int64_t offset, int64_t source, const 
   char* to = plane.out + offset;
   if (line == 0) {
     if (plane.head_stride == bytes) {
-      std::memcpy(to, from, heads * bytes);
+      emit(to, from, heads * bytes, w.stream != 0);
       return;
     }
-    for (int64_t h = 0; h < heads; ++h) std::memcpy(to + h * plane.head_stride, from + h * bytes, bytes);
+    for (int64_t h = 0; h < heads; ++h)
+      emit(to + h * plane.head_stride, from + h * bytes, bytes, w.stream != 0);
     return;
   }
   const Turn& turn = w.turn;
   const float* cos = turn.cos + line * turn.half;
   const float* sin = turn.sin + line * turn.half;
-  for (int64_t h = 0; h < heads; ++h)
-    rotate_head(reinterpret_cast<const T*>(from + h * bytes),
-                reinterpret_cast<T*>(to + h * plane.head_stride), cos, sin, turn.half, dim,
-                turn.interleaved != 0);
+  alignas(64) char turned[kMaxHead];
+  for (int64_t h = 0; h < heads; ++h) {
+    rotate_head(reinterpret_cast<const T*>(from + h * bytes), reinterpret_cast<T*>(turned), cos, sin,
+                turn.half, dim, turn.interleaved != 0);
+    emit(to + h * plane.head_stride, turned, bytes, w.stream != 0);
+  }
 }
 
 template <typename T>
@@ -114,6 +136,9 @@ void place(const Work& w, int64_t begin, int64_t end) {
     place_row<T>(w.planes[0], w.planes[0].offsets[r], w.source[r], w, line);
     if (w.count == 2) place_row<T>(w.planes[1], w.planes[1].offsets[r], w.source[r], w, 0);
   }
+#if defined(__AVX__)
+  if (w.stream) _mm_sfence();
+#endif
 }
 
 }  // namespace
