@@ -9,7 +9,7 @@ import argparse
 import importlib.metadata
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -110,8 +110,8 @@ def _value(text: str, declared: str) -> Any:
     kind = _kind(declared)
     if kind == "bool":
         return {"true": True, "false": False}.get(text.lower(), text)
-    read = {"int": int, "float": float, "dict": json.loads}.get(kind, str)
+    readers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "dict": json.loads}
     try:
-        return read(text)
+        return readers.get(kind, str)(text)
     except ValueError:
         return text
