@@ -8,11 +8,12 @@ computes the whole region and the others only their private rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tokendance.plan.reuse_plan import Copy, Member, PageTable, ReusePlan
 from tokendance.plan.ticket import Ticket, common_prefix, own_spans
-from tokendance.types import RequestId, RoundId, Rows, SegmentKey, Span
+from tokendance.types import RequestId, RoundId, SegmentKey, Span
 
 MIN_COPY_ROWS = 4
 """Shorter pieces are computed: an own run of the forward pass costs more than the rows it saves."""
@@ -61,7 +62,7 @@ def plan_round(
                 backend=ticket.backend,
             )
         )
-        offers.add(ticket, copies)
+        offers.add(ticket, pieces)
     leader = 0 if admitted and not resident else None
     return ReusePlan(round_id, tuple(members), tuple(tables), leader)
 
@@ -74,7 +75,8 @@ class _Offer(NamedTuple):
     exact_until: int
 
 
-class _Piece(NamedTuple):
+@dataclass(slots=True)
+class _Piece:
     """A copy whose source has no page table yet."""
 
     source: Ticket
@@ -101,11 +103,11 @@ class _Offers:
             for key in wanted & ticket.own.keys():
                 self._put(_Offer(ticket, ticket.own[key], until))
 
-    def add(self, ticket: Ticket, copies: Sequence[Copy]) -> None:
+    def add(self, ticket: Ticket, pieces: Sequence[_Piece]) -> None:
         """What a member computes, given what it copies."""
         self.empty = False
-        until = min((c.start for c in copies if not c.exact), default=ticket.end)
-        for span in own_spans(ticket, (copy.rows for copy in copies)).values():
+        until = next((p.start for p in pieces if not p.exact), ticket.end)
+        for span in own_spans(ticket, [(p.start, p.start + p.length) for p in pieces]).values():
             self._put(_Offer(ticket, span, until))
 
     def of(self, key: SegmentKey) -> Sequence[_Offer]:
@@ -121,51 +123,57 @@ def _pieces(ticket: Ticket, offers: _Offers) -> list[_Piece]:
     """The copies of one member; token ids are compared, a key is only a hint."""
     prefixes: dict[RequestId, int] = {}
     pieces: list[_Piece] = []
-    for span in ticket.spans:
-        start, end = max(span.start, ticket.cached), min(span.end, ticket.end)
+    cached, limit = ticket.cached, ticket.end
+    for first, end, key in ticket.spans:
+        start = first if first > cached else cached
+        end = end if end < limit else limit
         if start < end:
-            for offer in offers.of(span.key):
-                piece = _take(ticket, span, Rows(start, end), offer, prefixes)
-                if piece is not None:
-                    _append(pieces, piece)
+            for offer in offers.of(key):
+                if _take(pieces, ticket, start, end, offer, offer.span.start - first, prefixes):
                     break
     return [p for p in pieces if p.length >= MIN_COPY_ROWS and (p.exact or _same(ticket, p))]
 
 
 def _take(
-    ticket: Ticket, span: Span, rows: Rows, offer: _Offer, prefixes: dict[RequestId, int]
-) -> _Piece | None:
-    """Rows of a span from an offer of the same segment, None if they may not be taken."""
-    source = offer.ticket
-    shift = offer.span.start - span.start
-    if shift == 0 and rows.end <= min(offer.span.end, offer.exact_until):
+    pieces: list[_Piece],
+    ticket: Ticket,
+    start: int,
+    end: int,
+    offer: _Offer,
+    shift: int,
+    prefixes: dict[RequestId, int],
+) -> bool:
+    """Add rows [start, end), part of a segment, from an offer of it, which stands `shift` rows on.
+
+    False if they may not be taken. prefixes: common prefixes of `ticket` that are known.
+    """
+    source, span, exact_until = offer
+    exact = False
+    if shift == 0 and end <= span.end and end <= exact_until:
         prefix = prefixes.get(source.request_id)
         if prefix is None:
             prefix = common_prefix(ticket.token_ids, source.token_ids)
             prefixes[source.request_id] = prefix
-        if rows.end <= prefix:
-            # The same tokens from row 0 on: the copy is what computing would give.
-            return _Piece(source, rows.start, rows.start, len(rows), True)
-    if ticket.approximate_from is None:
-        return None
-    start = max(rows.start, ticket.approximate_from)
-    length = min(rows.end, offer.span.end - shift, source.end - shift) - start
-    return _Piece(source, start + shift, start, length, False) if length > 0 else None
-
-
-def _append(pieces: list[_Piece], piece: _Piece) -> None:
-    """Add a piece, joined to the last one if both continue the same rows of the same source."""
-    if pieces:
-        last = pieces[-1]
-        if (
-            last.source is piece.source
-            and last.end == piece.start
-            and last.source_start + last.length == piece.source_start
-            and last.exact == piece.exact
-        ):
-            pieces[-1] = last._replace(length=last.length + piece.length)
-            return
-    pieces.append(piece)
+        exact = end <= prefix  # the same tokens from row 0 on: a copy is what computing would give
+    if not exact:
+        if ticket.approximate_from is None:
+            return False
+        start = max(start, ticket.approximate_from)
+        end = min(end, span.end - shift, source.end - shift)
+    if start >= end:
+        return False
+    last = pieces[-1] if pieces else None
+    if (
+        last is not None
+        and last.end == start
+        and last.source is source
+        and last.source_start + last.length == start + shift
+        and last.exact is exact
+    ):
+        last.length += end - start
+    else:
+        pieces.append(_Piece(source, start + shift, start, end - start, exact))
+    return True
 
 
 def _same(ticket: Ticket, piece: _Piece) -> bool:

@@ -122,7 +122,7 @@ class RoundBook:
         self._withdraw(round_, round_.tickets[request_id])
         if not round_.tickets:
             del self._rounds[round_.key]
-            if round_.announced:
+            if round_.announced and round_.running:
                 self._ended.put(round_.key, round_.agents)
 
     def _open(

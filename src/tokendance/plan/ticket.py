@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect, insort
-from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence
+from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -53,14 +53,13 @@ class Ticket:
     admitted: int = 0
     held_until: float | None = None
     _first: dict[SegmentKey, Span] = field(default_factory=dict, repr=False)
-    _own: Mapping[SegmentKey, Span] = field(default_factory=dict, repr=False)
+    _own: Mapping[SegmentKey, Span] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.token_ids, array):
             self.token_ids = array("q", self.token_ids)
         for span in self.spans:
-            self._first.setdefault(span.key, span)
-        self._own = own_spans(self, self.copied)
+            self._first.setdefault(span[2], span)
 
     @property
     def end(self) -> int:
@@ -70,6 +69,8 @@ class Ticket:
     @property
     def own(self) -> Mapping[SegmentKey, Span]:
         """Of every segment, its first occurrence that is not copied: what others may take."""
+        if self._own is None:
+            self._own = own_spans(self, self.copied)
         return self._own
 
     def where(self, key: SegmentKey) -> Span | None:
@@ -79,14 +80,18 @@ class Ticket:
     def segment_keys(self) -> KeysView[SegmentKey]:
         return self._first.keys()
 
+    def first_spans(self) -> ValuesView[Span]:
+        """The first occurrence of every segment, in order."""
+        return self._first.values()
+
     def settle(self, copied: tuple[Rows, ...], approximate_from: int | None) -> None:
         """Remember what a plan has made of this request."""
         self.copied = copied
         self.approximate_from = approximate_from
-        self._own = own_spans(self, copied)
+        self._own = None
 
 
-def own_spans(ticket: Ticket, copied: Iterable[Rows]) -> Mapping[SegmentKey, Span]:
+def own_spans(ticket: Ticket, copied: Iterable[tuple[int, int]]) -> Mapping[SegmentKey, Span]:
     """The first occurrence of every segment outside `copied` (sorted, disjoint)."""
     holes = iter(copied)
     hole = next(holes, None)
@@ -94,10 +99,11 @@ def own_spans(ticket: Ticket, copied: Iterable[Rows]) -> Mapping[SegmentKey, Spa
         return ticket._first
     own: dict[SegmentKey, Span] = {}
     for span in ticket.spans:
-        while hole is not None and hole.end <= span.start:
+        start, end, key = span
+        while hole is not None and hole[1] <= start:
             hole = next(holes, None)
-        if hole is None or span.end <= hole.start:
-            own.setdefault(span.key, span)
+        if hole is None or end <= hole[0]:
+            own.setdefault(key, span)
     return own
 
 
@@ -132,10 +138,10 @@ def shared_with(ticket: Ticket, source: Ticket) -> Share:
     held, limit = source.segment_keys(), ticket.end
     first, rows = limit, 0
     for start, end, key in ticket.spans:
-        if end > begin and start < limit and key in held:
-            start, end = max(start, begin), min(end, limit)
-            first = min(first, start)
-            rows += end - start
+        if key in held and begin < end and start < limit:
+            start = start if start > begin else begin
+            first = start if start < first else first
+            rows += (end if end < limit else limit) - start
     return Share(first, rows)
 
 
