@@ -15,9 +15,10 @@ from small_engine import BLOCK, Engine
 from tokendance.plan.reuse_plan import Copy, Member, PageTable, ReusePlan
 from tokendance.reuse.base import PassHooks
 from tokendance.reuse.rows import row_batch, slots_of
-from tokendance.types import Rows
+from tokendance.types import AgentId, RequestId, RoundId, Rows
 
 TOLERANCE = 1e-4
+AUDIT = RequestId("audit")
 
 KV = list[tuple[torch.Tensor, torch.Tensor]]
 """K and V of some rows, per layer."""
@@ -49,7 +50,7 @@ class Audit:
 
     def _check_exact(self, plan: ReusePlan, member: Member, end: int) -> None:
         """Rows before the first approximate one, prefix hits too, are what computing gives."""
-        with self._scratch(end) as table:
+        with self.scratch(end) as table:
             self.compute(table, member.token_ids, [Rows(0, end)])
             wanted = self.read(table, Rows(0, end))
         found = self.read(plan.tables[member.table], Rows(0, end))
@@ -70,7 +71,7 @@ class Audit:
             return
         if self._engine.book.ticket(name).approximate_from is None:
             prompt = self._engine.scheduler.requests[name].prompt_token_ids
-            with self._scratch(rows.end) as table:
+            with self.scratch(rows.end) as table:
                 self.compute(table, prompt[: rows.end + 1], [Rows(0, rows.end)])
                 wanted = self.read(table, rows)
             found = self.read(plan.tables[copy.source], rows)
@@ -79,7 +80,7 @@ class Audit:
     def _check_computed(self, plan: ReusePlan, member: Member, exact: int) -> None:
         """Computed rows after that are what the rows before them, copies and all, lead to."""
         runs = [Rows(max(r.start, exact), r.end) for r in member.compute if r.end > exact]
-        with self._scratch(member.end) as table:
+        with self.scratch(member.end) as table:
             whole = Rows(0, member.end)
             self.write(table, whole, self.read(plan.tables[member.table], whole))
             self.compute(table, member.token_ids, runs)
@@ -100,8 +101,8 @@ class Audit:
         """Compute `runs` on the pages of `table`, as one forward pass."""
         if not runs:
             return
-        member = Member("audit", "audit", 0, tuple(token_ids), 0, len(token_ids) - 1)
-        plan = ReusePlan("audit", (member,), (table,))
+        member = Member(AUDIT, AgentId(AUDIT), 0, tuple(token_ids), 0, len(token_ids) - 1)
+        plan = ReusePlan(RoundId(AUDIT), (member,), (table,))
         batch = row_batch(plan, [(0, run) for run in runs], BLOCK, self._layers.device)
         self._layers.forward(batch, PassHooks(before_attention=lambda layer: None))
 
@@ -116,13 +117,13 @@ class Audit:
             self._layers.kv.write(layer, slots, k, v)
 
     @contextmanager
-    def _scratch(self, rows: int) -> Iterator[PageTable]:
+    def scratch(self, rows: int) -> Iterator[PageTable]:
         """Pages that nobody uses, put back as they were."""
         pool = self._engine.scheduler.kv_cache_manager.block_pool
         needed = -(-rows // BLOCK)
         free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
         assert len(free) >= needed, "no room for an audit"
-        table = PageTable("audit", tuple(free[-needed:]) if needed else ())
+        table = PageTable(AUDIT, tuple(free[-needed:]) if needed else ())
         whole = Rows(0, needed * BLOCK)
         before = self.read(table, whole) if needed else []
         try:

@@ -37,7 +37,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def start_engine(tiny_model: Callable[..., Path]) -> Callable[..., AbstractContextManager[Engine]]:
-    """Starts one engine: with start_engine(reuse=True, **settings of LLM) as engine. One at a time."""
+    """`with start_engine(reuse=True, **settings_of_LLM) as engine`; one at a time."""
 
     @contextmanager
     def start(

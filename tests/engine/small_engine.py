@@ -73,8 +73,8 @@ def make_model(
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=2 if architecture == "qwen2" else 4,  # its heads share hidden_size
+        num_key_value_heads=1 if architecture == "qwen2" else 2,
         head_dim=32,
         max_position_embeddings=4096,
         initializer_range=spread,
@@ -116,14 +116,23 @@ class Running:
             "disable_log_stats": True,
             "kv_transfer_config": transfer if reuse else None,
         }
-        self.engine = Engine(LLM(str(model), **{**defaults, **settings}))
+        try:
+            self.engine = Engine(LLM(str(model), **{**defaults, **settings}))
+        except BaseException:
+            clean_up()
+            raise
 
     def close(self) -> None:
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
         self.engine.core.shutdown()
         self.engine.__dict__.clear()
-        cleanup_dist_env_and_memory()
+        clean_up()
+
+
+def clean_up() -> None:
+    """Forget what vLLM keeps about its engine in this process."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
 
 
 class Engine:
