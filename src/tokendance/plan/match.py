@@ -104,5 +104,11 @@ def _extend(
 
 
 def _agreement(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> int:
-    differing = np.flatnonzero(a != b)
-    return int(differing[0]) if len(differing) else len(a)
+    """Leading tokens that agree; looks at little more than those, however long the rest is."""
+    done, step = 0, 64
+    while done < len(a):
+        differing = np.flatnonzero(a[done : done + step] != b[done : done + step])
+        if len(differing):
+            return done + int(differing[0])
+        done, step = done + step, 2 * step
+    return len(a)
