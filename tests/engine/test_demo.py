@@ -107,6 +107,7 @@ def test_tokendance_shares_the_round_and_stays_close(run: Run) -> None:
 
     figures = summarise(replay, reports)
     assert json.loads(json.dumps(figures)) == figures
+    assert figures["computed_ratio"] > 1
     assert figures["plain_computed_tokens"] == sum(r.plain_computed for r in reports)
     assert figures["prefill_cpu_ratio_steady"] > 1.3
     assert figures["rounds"] == 2 and figures["agents"] == 4

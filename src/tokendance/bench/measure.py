@@ -20,8 +20,8 @@ class Bound(NamedTuple):
     """Prompt rows of one round that have to be computed, counted from the token ids.
 
     plain: with an unlimited prefix cache in which every agent finds its own earlier prompts.
-    region: what one region pass needs: every agent's private and task rows that its own prefix
-    cache does not hold, and the largest shared part once.
+    region: what one region pass over the rows marked as shared needs: every agent's private and
+    task rows that its own prefix cache does not hold, and the largest shared part once.
     """
 
     plain: int

@@ -22,11 +22,14 @@ def summarise(replay: Replay, reports: Sequence[RoundReport]) -> dict[str, Any]:
     Ratios are plain vLLM over TokenDance, so above 1 is a gain; seconds are sums over rounds of
     medians over repetitions. KL and top-1 are the followers', whose K/V is approximate; kl_max is
     the largest mean of one answer, exact_kl_max that of all others. Tokens are of one repetition.
+    row_bound counts what the trace marks as shared; agents may have more in common, such as the
+    same task, so that computed_ratio, which is measured, can be larger.
     """
     first = [r for r in reports if r.repetition == 0]
     later = [r for r in reports if r.index > 0]
     followers = [c for r in first for c in r.followers]
     exact = [c for r in first for c in r.exact]
+    computed = [sum(r.plain_computed for r in first), sum(r.sources["computed"] for r in first)]
     return {
         "trace": replay.header.name,
         "agents": replay.agents,
@@ -40,8 +43,9 @@ def summarise(replay: Replay, reports: Sequence[RoundReport]) -> dict[str, Any]:
         "row_bound_steady": _bound([r for r in first if r.index > 0]),
         **_closeness(followers),
         "exact_kl_max": max((c.mean for c in exact), default=None),
-        "computed_tokens": sum(r.sources["computed"] for r in first),
-        "plain_computed_tokens": sum(r.plain_computed for r in first),
+        "computed_tokens": computed[1],
+        "plain_computed_tokens": computed[0],
+        "computed_ratio": round(computed[0] / computed[1], 3),
         "tokens_by_source": dict(sum((r.sources for r in first), Counter[str]())),
         "prefill_cpu_s": seconds(reports, _prefill_cpu),
         "round_wall_s": seconds(reports, _total_wall),

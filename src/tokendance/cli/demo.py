@@ -120,9 +120,9 @@ def _conclusion(figures: dict[str, Any]) -> str:
         )
     return (
         f"Until the first tokens plain vLLM needed {pair('prefill_cpu_ratio')} the CPU time of "
-        f"TokenDance (in brackets: after the first round); by count of rows {pair('row_bound')} "
-        f"is possible. Whole rounds, answers included, took {figures['round_wall_ratio']:.2f}x "
-        f"the time. {quality}"
+        "TokenDance (in brackets: after the first round); the texts that the trace marks as shared "
+        f"account for {pair('row_bound')}. Whole rounds, answers included, took "
+        f"{figures['round_wall_ratio']:.2f}x the time. {quality}"
     )
 
 
