@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from plan_world import PAGE, Part, check_round, ticket_of
 
@@ -277,3 +278,41 @@ class Engine:
         book = self.book
         assert len(book) == 0
         assert not (book._rounds or book._of or len(book._index) or book._admitted)
+
+
+# -- rounds of one session, for tests of one situation each --------------------------------------
+
+
+def text(length: int, seed: int) -> Part:
+    """Texts of one seed begin alike."""
+    return tuple(100 * seed + i for i in range(length))
+
+
+A, B, C = (text(20, 40 + i) for i in range(3))
+CONFIG = Config(min_shared_tokens=8, round_timeout_ms=500, linger_ms=50)
+
+
+def private(who: int, length: int = 6) -> Part:
+    return text(length, 10 + who)
+
+
+def prompt(who: int, *shared: Part) -> list[Part]:
+    return [private(who), *(shared or (A, B, C)), text(2, 60 + who)]
+
+
+def engine_of(config: Config = CONFIG, **options: int) -> Engine:
+    return Engine(config, **{"pool": 10_000, "tokens": 1000, "rows": 1000, **options})
+
+
+def enter(engine: Engine, who: int, size: int = 0, **options: Any) -> Request:
+    name = options.pop("name", "1")
+    parts = options.pop("parts", None) or prompt(who)
+    return engine.add(parts, round_=("s", name, f"a{who}", size), **{"outputs": 5, **options})
+
+
+def members(plans: Sequence[ReusePlan]) -> list[list[str]]:
+    return [[m.request_id for m in plan.members] for plan in plans]
+
+
+def roles(engine: Engine) -> dict[str, str]:
+    return {r.id: r.ticket.state.value for r in engine.running}
