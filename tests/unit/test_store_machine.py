@@ -242,8 +242,8 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 StoreMachine.TestCase.settings = settings(
-    max_examples=25,
-    stateful_step_count=25,
+    max_examples=60,
+    stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 TestStore = StoreMachine.TestCase

@@ -40,13 +40,13 @@ class Slots:
     def __len__(self) -> int:
         return int(self.page.shape[0])
 
-    def offsets(self, pages: torch.Tensor) -> torch.Tensor:
-        """Elements from the first one of `pages` to each target row, int64; computed once per
-        layout, since all layers of a cache have the same."""
-        strides = pages.stride()[:2]
-        if strides not in self._offsets:
-            self._offsets[strides] = self.page * strides[0] + self.row * strides[1]
-        return self._offsets[strides]
+    def offsets(self, pages: torch.Tensor, unit: int = 1) -> torch.Tensor:
+        """From the first element of `pages` to each target row, int64, in elements or in units of
+        1 / `unit` elements; computed once per layout, since all layers of a cache have the same."""
+        page, row = pages.stride(0) * unit, pages.stride(1) * unit
+        if (page, row) not in self._offsets:
+            self._offsets[page, row] = self.page * page + self.row * row
+        return self._offsets[page, row]
 
 
 @dataclass(frozen=True, slots=True)

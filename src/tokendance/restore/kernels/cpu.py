@@ -143,7 +143,7 @@ def _run(
     function = native()
     if function is None or not _takes(pages, rows):
         return False
-    offsets = [slots.offsets(plane) * plane.element_size() for plane in pages]
+    offsets = [slots.offsets(plane, plane.element_size()) for plane in pages]
     work = _work(pages, offsets, rows, source, turn)
     count = len(slots)
     tasks = max(1, min(torch.get_num_threads(), count // _ROWS_PER_TASK))
