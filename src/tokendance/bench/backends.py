@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from tokendance.bench.rounds import PAGE, LastRound, donor_plan, leader_plan
 from tokendance.engines.reference.engine import ReferenceEngine, Stream
 from tokendance.engines.reference.model import Model
 from tokendance.plan.reuse_plan import ReusePlan
+from tokendance.reuse.base import LayerEngine
 from tokendance.reuse.collective import PassOutcome, run_pass, run_serial
 from tokendance.reuse.recovery import Recovery, create
 from tokendance.types import RequestId, Rows
@@ -201,7 +202,7 @@ class _Bench:
             plan = self.plans[method.source]
             runner = run_serial if method.serial else run_pass
             backends = [self.backend(method)] * len(plan.members)
-            outcome = runner(self.engine, plan, MAX_ROWS, backends)
+            outcome = runner(cast(LayerEngine, self.engine), plan, MAX_ROWS, backends)
             for stream, member in zip(self.streams, plan.members):
                 stream.filled = member.end
         groups = [[s] for s in self.streams] if method.serial else [self.streams]
@@ -212,7 +213,8 @@ class _Bench:
 
     def _score(self, stream: Stream, end: torch.Tensor, answer: tuple[int, ...]) -> np.ndarray:
         forced = answer[:CONTINUATION]
-        return torch.cat((end[None], self.engine.score(stream, forced))).numpy()
+        logits: np.ndarray = torch.cat((end[None], self.engine.score(stream, forced))).numpy()
+        return logits
 
     def backend(self, method: Method) -> Recovery:
         if method.backend == "cacheblend":

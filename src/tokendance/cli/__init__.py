@@ -14,6 +14,9 @@ from collections.abc import Sequence
 COMMANDS = {
     "serve": "serve a model with vLLM and TokenDance (takes every flag of `vllm serve`)",
     "demo": "replay a multi-agent trace, plain vLLM and TokenDance side by side",
+    "explain": "say what a round of prompts shares, or why not, segment by segment",
+    "gate": "measure how reuse changes a model's answers, and keep the verdict",
+    "bench": "measure recovery backends against one another",
     "doctor": "say what works on this machine and with this model, one line each",
     "model": "unpack the small test model into a folder",
 }
