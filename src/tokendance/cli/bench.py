@@ -48,10 +48,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="one town, three agents, three backends")
     add("--out", type=Path, default=OUT, help="default: %(default)s")
 
+    for name, text in (
+        ("prefill", "one synthetic round, cold and warm, plain vLLM over TokenDance"),
+        ("overhead", "requests that share nothing, TokenDance over plain vLLM"),
+    ):
+        command = commands.add_parser(name, help=text)
+        add = command.add_argument
+        add("--model", type=Path, default=DEFAULT_FOLDER, help="model folder; default: %(default)s")
+        add("--repeat", type=int, default=3, help="counted repetitions; default: %(default)s")
+        add("--threads", type=int, default=1, help="default: %(default)s")
+        add("--seed", type=int, default=0, help="default: %(default)s")
+        add("--out", type=Path, default=OUT.with_name(f"{name}.json"), help="default: %(default)s")
+        add("--agents", type=int, default=8, help="requests at a time; default: %(default)s")
+        if name == "overhead":
+            add("--tokens", type=int, default=256, help="of each prompt; default: %(default)s")
+
 
 def run(args: argparse.Namespace) -> int:
     try:
-        return _backends(args)
+        return _backends(args) if args.what == "backends" else _engines(args)
     except (TraceError, ResumeError) as error:
         print(f"tokendance bench: {error}", file=sys.stderr)
         return 1
@@ -91,6 +106,33 @@ def _backends(args: argparse.Namespace) -> int:
     partial.with_suffix(".settings").unlink()
     _print(result["summary"])
     print(f"written to {args.out}")
+    return 0
+
+
+def _engines(args: argparse.Namespace) -> int:
+    """The benches that run two engines side by side."""
+    from tokendance.bench import prefill
+    from tokendance.bench.machine import about
+    from tokendance.bench.render import HFTokenizer
+
+    if not (args.model / "config.json").exists():
+        raise TraceError(f"there is no model in {args.model}; `tokendance model` makes one")
+    traces = sorted(_workloads().glob("*.jsonl"))
+    words = prefill.words_of(traces, HFTokenizer(args.model).encode, args.seed)
+    if args.what == "prefill":
+        shape = prefill.RoundShape(agents=args.agents)
+        measured = prefill.bench_prefill(
+            str(args.model), shape, words, args.repeat, args.threads, _say
+        )
+    else:
+        measured = prefill.bench_overhead(
+            str(args.model), args.agents, args.tokens, words, args.repeat, args.threads, _say
+        )
+    command = shlex.join(["tokendance", "bench", args.what, *_short(sys.argv[3:])])
+    result = {**about([args.what]), "command": command, "model": args.model.name, **measured}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({k: v for k, v in result.items() if k != "rows"}))
     return 0
 
 
