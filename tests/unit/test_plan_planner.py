@@ -45,7 +45,8 @@ def prompts(draw: st.DrawFn, most: int = 5) -> list[Prompt]:
         parts = [history]
         for part in order:
             parts += [part, text(draw(st.integers(0, 3)), 50 + agent)]
-        parts.append(text(draw(st.integers(1, 3)), 60 + draw(st.sampled_from((0, agent)))))
+        if draw(st.booleans()) or not any(parts):
+            parts.append(text(draw(st.integers(1, 3)), 60 + draw(st.sampled_from((0, agent)))))
         rows = sum(map(len, parts)) - 1
         made.append(
             Prompt(
@@ -165,8 +166,9 @@ def test_short_pieces_are_computed() -> None:
 
 
 def test_the_last_prompt_row_is_never_taken_or_given() -> None:
-    plan = plan_of(Prompt((H, A)), Prompt((B, A)))
-    assert plan.members[1].copies == (Copy(0, 7, 9, 8),)
+    copies = (Copy(0, 7, 9, 8),)
+    assert plan_of(Prompt((H, A)), Prompt((B, A, END))).members[1].copies == copies
+    assert plan_of(Prompt((H, A, END)), Prompt((B, A))).members[1].copies == copies
 
 
 def test_pages_are_asked_of_sources_only() -> None:
