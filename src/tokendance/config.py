@@ -29,10 +29,14 @@ class Config:
         agent beyond it gets a group of its own.
     pass_tokens: most rows one engine step computes collectively; None takes the engine's
         max_num_batched_tokens.
+    keep_leaders: finished leaders whose pages, as long as they stand, serve agents that come later.
+    discover: find shared text in prompts that nobody has marked.
     separator: the text that marks a segment boundary.
     keep_separator: text that takes the separator's place in the prompt; empty removes it.
     require_reuse: refuse to start on a model or setting where reuse is not supported, instead of
         serving on the ordinary path.
+    require_gate: reuse nothing for a model that has no passed verdict of `tokendance gate` with
+        this backend; requests that name another backend take the ordinary path.
     """
 
     mode: str = "auto"
@@ -44,9 +48,12 @@ class Config:
     min_shared_tokens: int = 64
     max_order_distance: float = 1.0
     pass_tokens: int | None = None
+    keep_leaders: int = 64
+    discover: bool = True
     separator: str = "<TTSEP>"
     keep_separator: str = ""
     require_reuse: bool = False
+    require_gate: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in ("auto", "exact"):
@@ -59,7 +66,7 @@ class Config:
             raise ConfigError(
                 f"max_order_distance must be in [0, 1], not {self.max_order_distance}"
             )
-        for name in ("round_timeout_ms", "linger_ms", "min_shared_tokens"):
+        for name in ("round_timeout_ms", "linger_ms", "min_shared_tokens", "keep_leaders"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, it is {getattr(self, name)}")
         if self.pass_tokens is not None and self.pass_tokens < 1:

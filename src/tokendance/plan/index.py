@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -17,64 +16,49 @@ MOST_ROUNDS = 16
 those that are in many, such as the header of the answer, are too short to make one."""
 
 
-@dataclass(slots=True)
-class _Holders(Generic[R]):
-    """Who holds one segment, counted by what stands before it: in all, and per round."""
-
-    prefixes: dict[int, int] = field(default_factory=dict)
-    rounds: dict[R, dict[int, int]] = field(default_factory=dict)
-
-
 class SegmentIndex(Generic[R]):
     """Segments of the members of rounds, per tenant.
 
-    What stands before a segment is kept as a hash, so that the many requests that only begin
-    alike (one system prompt) cost one look and not one per request.
+    What stands before a segment is kept as a hash, since requests that only begin alike (one system
+    prompt) are no round; how many members of the round have it so is counted.
     """
 
     def __init__(self) -> None:
-        self._holders: dict[str, dict[SegmentKey, _Holders[R]]] = {}
+        self._rounds: dict[str, dict[SegmentKey, dict[R, dict[int, int]]]] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._holders.values()))
+        return sum(map(len, self._rounds.values()))
 
     def add(self, salt: str, round_: R, ticket: Ticket) -> None:
-        by_key = self._holders.setdefault(salt, {})
+        by_key = self._rounds.setdefault(salt, {})
         for key, prefix in _places(ticket):
-            holders = by_key.get(key)
-            if holders is None:
-                holders = by_key[key] = _Holders()
-            prefixes = holders.rounds.get(round_)
-            if prefixes is None:
-                prefixes = holders.rounds[round_] = {}
+            prefixes = by_key.setdefault(key, {}).setdefault(round_, {})
             prefixes[prefix] = prefixes.get(prefix, 0) + 1
-            holders.prefixes[prefix] = holders.prefixes.get(prefix, 0) + 1
 
     def remove(self, salt: str, round_: R, ticket: Ticket) -> None:
         """Undo `add`."""
-        by_key = self._holders[salt]
+        by_key = self._rounds[salt]
         for key, prefix in _places(ticket):
-            holders = by_key[key]
-            _decrease(holders.prefixes, prefix)
-            prefixes = holders.rounds[round_]
-            _decrease(prefixes, prefix)
+            rounds = by_key[key]
+            prefixes = rounds[round_]
+            prefixes[prefix] -= 1
+            if not prefixes[prefix]:
+                del prefixes[prefix]
             if not prefixes:
-                del holders.rounds[round_]
-                if not holders.rounds:
-                    del by_key[key]
+                del rounds[round_]
+            if not rounds:
+                del by_key[key]
         if not by_key:
-            del self._holders[salt]
+            del self._rounds[salt]
 
     def shared(self, salt: str, ticket: Ticket) -> dict[R, int]:
         """Rows of the request whose segments a round holds behind another prefix, per round."""
-        by_key = self._holders.get(salt, {})
+        by_key = self._rounds.get(salt, {})
         shared: dict[R, int] = {}
         for (key, prefix), span in zip(_places(ticket), ticket.first_spans()):
-            holders = by_key.get(key)
-            if holders is None or not _others(holders.prefixes, prefix):
-                continue
-            for round_, prefixes in islice(reversed(holders.rounds.items()), MOST_ROUNDS):
-                if _others(prefixes, prefix):
+            newest_first = reversed(by_key.get(key, {}).items())
+            for round_, prefixes in islice(newest_first, MOST_ROUNDS):
+                if len(prefixes) > 1 or prefix not in prefixes:
                     shared[round_] = shared.get(round_, 0) + span.end - span.start
         return shared
 
@@ -88,13 +72,3 @@ def _places(ticket: Ticket) -> list[tuple[SegmentKey, int]]:
             places[key] = prefix
         prefix = hash((prefix, key))
     return list(places.items())
-
-
-def _others(prefixes: dict[int, int], prefix: int) -> bool:
-    return len(prefixes) > 1 or prefix not in prefixes
-
-
-def _decrease(counts: dict[int, int], item: int) -> None:
-    counts[item] -= 1
-    if not counts[item]:
-        del counts[item]

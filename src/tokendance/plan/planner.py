@@ -74,6 +74,11 @@ class _Offer(NamedTuple):
     span: Span
     exact_until: int
 
+    @property
+    def cut(self) -> bool:
+        """Whether the segment ends its prompt, so that the last row is missing: a second choice."""
+        return self.span.end > self.ticket.end
+
 
 @dataclass(slots=True)
 class _Piece:
@@ -117,6 +122,8 @@ class _Offers:
         offers = self._by_key.setdefault(offer.span.key, [])
         if len(offers) < MAX_SOURCES:
             offers.append(offer)
+            if len(offers) > 1 and offers[-2].cut:
+                offers.sort(key=lambda o: o.cut)
 
 
 def _pieces(ticket: Ticket, offers: _Offers) -> list[_Piece]:

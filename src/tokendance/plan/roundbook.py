@@ -21,13 +21,16 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from tokendance.config import Config
+from tokendance.plan.discover import Discovery, Key, cut
 from tokendance.plan.index import SegmentIndex
+from tokendance.plan.kept import Held, KeptLeaders, kept_ticket
+from tokendance.plan.match import Tokens
 from tokendance.plan.planner import plan_round
 from tokendance.plan.reuse_plan import ReusePlan
 from tokendance.plan.rounds import Budget as Budget
 from tokendance.plan.rounds import Round, Wave, elect, leads_still, resident
 from tokendance.plan.ticket import State, Ticket, order_distance, shared_with
-from tokendance.types import AgentId, RequestId, RoundId
+from tokendance.types import AgentId, RequestId, RoundId, Span
 
 REMEMBERED = 4096
 """Sessions whose leader, and ended rounds whose agents, are remembered."""
@@ -58,6 +61,8 @@ class RoundBook:
         self._index: SegmentIndex[Round] = SegmentIndex()
         self._leaders: _Memory[AgentId] = _Memory()
         self._ended: _Memory[set[AgentId]] = _Memory()
+        self._kept = KeptLeaders(config.keep_leaders)
+        self._discovery = Discovery()
         self._step = 0
         self._page_size = 1
         self._admitted: list[tuple[Round, Ticket]] = []
@@ -67,7 +72,13 @@ class RoundBook:
         return request_id in self._of
 
     def __len__(self) -> int:
+        """Requests that are under way."""
         return len(self._of)
+
+    @property
+    def kept(self) -> int:
+        """Finished leaders that are kept as sources."""
+        return len(self._kept)
 
     def ticket(self, request_id: RequestId) -> Ticket:
         """The ticket of a request that is in a round; KeyError otherwise."""
@@ -81,6 +92,9 @@ class RoundBook:
         """Enter the round that the request's hints name; it is opened if need be."""
         key = (salt, session, round_id)
         round_ = self._rounds.get(key)
+        if round_ is not None and ticket.agent in round_.agents and not self._live(round_):
+            self._close(round_)  # the same name for another round: its leader is no use
+            round_ = None
         if round_ is None:
             ended = self._ended.get(key) or set()
             late = bool(ended) and ticket.agent not in ended  # the others are done: no use to wait
@@ -114,16 +128,72 @@ class RoundBook:
             round_.running = True
         self._enter(round_, ticket)
 
+    def discover(self, ticket: Ticket, *, salt: str, key: Key) -> None:
+        """Cut a prompt where it shares text with one seen before, and that one too (M4).
+
+        To be called before the request joins. key: content address of token ids.
+        """
+        tokens = Tokens(ticket.token_ids)
+        found = self._discovery.find(salt, ticket, tokens, self._minimum)
+        if found is not None:
+            other, runs = found
+            ticket.recut(cut(ticket, [(run.start, run.length) for run in runs], key))
+            self._recut(other, cut(other, [(r.source_start, r.length) for r in runs], key))
+        self._discovery.add(salt, ticket, tokens)
+
     def leave(self, request_id: RequestId) -> None:
         """Forget a finished or aborted request; its pages are no source any more. Idempotent."""
         round_ = self._of.pop(request_id, None)
+        if round_ is not None:
+            self._forget(round_, round_.tickets[request_id])
+
+    def retire(self, request_id: RequestId, held: Held) -> None:
+        """A request has finished; if it led its round, what is held of it stays a source."""
+        round_ = self._of.get(request_id)
         if round_ is None:
             return
-        self._withdraw(round_, round_.tickets[request_id])
+        ticket = round_.tickets[request_id]
+        led = round_.leader is ticket and ticket.approximate_from is None
+        kept = kept_ticket(ticket, held) if led and self._config.keep_leaders else None
+        if kept is None:
+            return self.leave(request_id)
+        del self._of[request_id]
+        if round_.found_by_content:
+            self._index.remove(round_.salt, round_, ticket)
+            self._index.add(round_.salt, round_, kept)
+        self._discovery.replace(kept)
+        round_.succeed(kept)
+        self._kept.add(round_, kept)
+        for old_round, old in list(self._kept.overdue()):
+            self._forget(old_round, old)
+
+    def _live(self, round_: Round) -> bool:
+        return any(request_id in self._of for request_id in round_.tickets)
+
+    def _close(self, round_: Round) -> None:
+        for ticket in list(round_.tickets.values()):
+            self._forget(round_, ticket)
+        self._ended.forget(round_.key)
+
+    def _forget(self, round_: Round, ticket: Ticket) -> None:
+        self._kept.remove(ticket.request_id)
+        self._discovery.remove(ticket.request_id)
+        self._withdraw(round_, ticket)
         if not round_.tickets:
             del self._rounds[round_.key]
             if round_.announced and round_.running:
                 self._ended.put(round_.key, round_.agents)
+
+    def _recut(self, ticket: Ticket, spans: tuple[Span, ...]) -> None:
+        """Other segments of a request that is in a round."""
+        round_ = self._of.get(ticket.request_id) or self._kept.round_of(ticket.request_id)
+        assert round_ is not None
+        if round_.found_by_content:
+            self._index.remove(round_.salt, round_, ticket)
+        ticket.recut(spans)
+        if round_.found_by_content:
+            self._index.add(round_.salt, round_, ticket)
+        round_.forget_shares()
 
     def _open(
         self,
@@ -306,7 +376,12 @@ class RoundBook:
     ) -> ReusePlan:
         sources = [t for t in round_.tickets.values() if resident(t, self._step)]
         sources.sort(key=lambda t: t is not round_.leader)
-        plan = plan_round(round_.round_id, tickets, sources, lambda t: pages(t.request_id))
+        plan = plan_round(
+            round_.round_id,
+            tickets,
+            sources,
+            lambda t: t.blocks if t.request_id in self._kept else pages(t.request_id),
+        )
         for ticket, member in zip(tickets, plan.members):
             inexact = [copy.start for copy in member.copies if not copy.exact]
             ticket.settle(tuple(c.rows for c in member.copies), inexact[0] if inexact else None)
@@ -349,6 +424,9 @@ class _Memory(Generic[T]):
 
     def get(self, key: object) -> T | None:
         return self._items.get(key)
+
+    def forget(self, key: object) -> None:
+        self._items.pop(key, None)
 
     def put(self, key: object, value: T) -> None:
         self._items[key] = value

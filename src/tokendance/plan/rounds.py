@@ -55,12 +55,20 @@ class Round:
         self._shares.pop(ticket.request_id, None)
         if self.leader is ticket:
             self.leader = None
-            self._shares.clear()
 
     def follow(self, leader: Ticket) -> None:
         if leader is not self.leader:
             self.leader = leader
             self._shares.clear()
+
+    def succeed(self, ticket: Ticket) -> None:
+        """The leader goes on under another ticket with the same request id."""
+        self.tickets[ticket.request_id] = ticket
+        self.leader = ticket
+        self.forget_shares()
+
+    def forget_shares(self) -> None:
+        self._shares.clear()
 
     def share(self, ticket: Ticket) -> Share:
         """What a member could take from the leader, looked up once."""

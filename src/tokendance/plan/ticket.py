@@ -84,6 +84,17 @@ class Ticket:
         """The first occurrence of every segment, in order."""
         return self._first.values()
 
+    def recut(self, spans: tuple[Span, ...]) -> None:
+        """Finer segments of the same prompt; the coarser ones can still be taken from it."""
+        self.spans = spans
+        self.know(spans)
+
+    def know(self, spans: Iterable[Span]) -> None:
+        """Segments that stand in this prompt beside those it is cut into."""
+        for span in spans:
+            self._first.setdefault(span.key, span)
+        self._own = None
+
     def settle(self, copied: tuple[Rows, ...], approximate_from: int | None) -> None:
         """Remember what a plan has made of this request."""
         self.copied = copied

@@ -12,9 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm.v1.request import RequestStatus
+
 from tokendance.config import Config
 from tokendance.engines.vllm.messages import Ran
 from tokendance.engines.vllm.metrics import DECLINED, REQUESTS, TokenDanceStats
+from tokendance.plan.kept import Held
 from tokendance.plan.reuse_plan import Member, ReusePlan, check_plan
 from tokendance.plan.roundbook import Budget, RoundBook, Verdict
 from tokendance.plan.ticket import Ticket
@@ -26,6 +29,7 @@ from tokendance.types import AgentId, RequestId
 class Outcome:
     """What became of one request, for its response and for `tokendance explain`."""
 
+    asked: bool  # the client said something about rounds or segments
     role: str = "ordinary"
     reason: str = ""
     member: Member | None = None
@@ -75,27 +79,33 @@ class SchedulerSide:
 
     def add(self, request: Any) -> None:
         """A request has arrived; enter it into its round if it belongs to one."""
-        hints = (request.kv_transfer_params or {}).get("tokendance")
-        if self.disabled or not hints or request.sampling_params is None:
+        hints = (request.kv_transfer_params or {}).get("tokendance") or {}
+        if self.disabled or request.sampling_params is None:
+            return
+        if not hints and not self._config.discover:
             return
         if hints.get("mode", self._config.mode) == "exact" or not request.prompt_token_ids:
             return
+        backend = hints.get("backend") or self._config.backend
+        if self._config.require_gate and backend != self._config.backend:
+            return  # the verdict holds for the server's backend
         now = time.monotonic()
         salt = request.cache_salt or ""
         tokens = array("q", request.prompt_token_ids)
+        keys = SegmentKeys(self._identity, salt)
         ticket = Ticket(
             request_id=RequestId(request.request_id),
             agent=AgentId(str(hints.get("agent") or request.request_id)),
             token_ids=tokens,
-            spans=SegmentKeys(self._identity, salt).spans(
-                tokens, hints.get("segments") or (len(tokens),)
-            ),
+            spans=keys.spans(tokens, hints.get("segments") or (len(tokens),)),
             arrived=now,
             computed=lambda: int(request.num_computed_tokens),
             backend=str(hints.get("backend") or ""),
         )
         # Members of one group share a check layer, so another backend makes another group.
         salt = f"{salt}/{ticket.backend}"
+        if self._config.discover and not hints.get("marked"):
+            self._book.discover(ticket, salt=salt, key=keys.key)
         if hints.get("round") is not None:
             self._book.join_announced(
                 ticket,
@@ -108,7 +118,7 @@ class SchedulerSide:
         else:
             marked = bool(hints.get("marked"))
             self._book.join_by_content(ticket, salt=salt, marked=marked, now=now)
-        self._outcomes[request.request_id] = Outcome()
+        self._outcomes[request.request_id] = Outcome(asked=bool(hints))
 
     def matched(self, request: Any, cached: int) -> int | None:
         """Rows beyond `cached` that a pass will fill; 0 for the ordinary path, None to wait."""
@@ -172,12 +182,14 @@ class SchedulerSide:
         outcome = self._outcomes.pop(request_id, None)
         if outcome is None:
             return None
-        ticket = self._book.ticket(request_id)
+        reason = self._book.ticket(request_id).reason
+        self._leave(request)
         if outcome.member is None:
-            outcome.reason = ticket.reason or outcome.reason or "no other member to share with"
+            if not outcome.asked:
+                return None  # a stranger to rounds, and nothing was done for it
+            outcome.reason = reason or outcome.reason or "no other member to share with"
             self._stats.add(DECLINED, 1, outcome.reason)
         self._stats.add(REQUESTS, 1, outcome.role)
-        self._book.leave(request_id)
         return {"tokendance": outcome.as_dict()}
 
     def take_stats(self) -> TokenDanceStats | None:
@@ -187,6 +199,21 @@ class SchedulerSide:
         return stats
 
     # -- inside --------------------------------------------------------------------------------
+
+    def _leave(self, request: Any) -> None:
+        request_id = RequestId(request.request_id)
+        if request.status == RequestStatus.FINISHED_ABORTED:
+            self._book.leave(request_id)
+            return
+        pool, blocks = self._manager.block_pool.blocks, self._blocks(request_id)
+        hashes = [pool[block].block_hash for block in blocks]
+        full = hashes.index(None) if None in hashes else len(hashes)
+        blocks, hashes = blocks[:full], hashes[:full]
+
+        def stand() -> bool:
+            return all(pool[block].block_hash == known for block, known in zip(blocks, hashes))
+
+        self._book.retire(request_id, Held(full * self._block_size, blocks, stand))
 
     def _budget(self) -> Budget:
         pool = self._manager.block_pool
