@@ -171,6 +171,11 @@ def test_the_last_prompt_row_is_never_taken_or_given() -> None:
     assert plan_of(Prompt((H, A, END)), Prompt((B, A))).members[1].copies == copies
 
 
+def test_a_whole_segment_is_preferred_to_one_without_its_last_row() -> None:
+    made = Prompt((A,), 0, None), Prompt((A, text(1, 51)), 0, None), Prompt((H, A, END))
+    assert plan_of(*made).members[2].copies == (Copy(1, 0, 7, 9),)
+
+
 def test_pages_are_asked_of_sources_only() -> None:
     resident = tickets_of([Prompt((H, A, END)), Prompt((text(6, 70), A, B, END))], "r")
     settle(plan_round(ROUND, resident, ()), resident)

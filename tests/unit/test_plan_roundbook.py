@@ -136,6 +136,17 @@ def test_followers_of_a_leader_in_chunks_wait_for_it_and_then_take_its_rows() ->
     assert all(m.rows_by_source()["sibling"] == 60 for m in plan.members)
 
 
+def test_a_follower_whose_rows_come_into_the_prefix_cache_waits_no_longer() -> None:
+    engine = engine_of(rows=50, chunk=20)
+    leader, follower = enter(engine, 0, 2), enter(engine, 1, 2)
+    engine.step()
+    assert engine.running == [leader]
+    follower.hit = 64  # of 68 rows; what is left is less than is worth sharing
+    engine.step()
+    assert engine.running == [leader, follower]
+    assert follower.ticket.reason == "shares too little with the leader"
+
+
 def test_patience_with_a_leader_ends() -> None:
     engine = engine_of(rows=50, chunk=1)
     leader, follower = enter(engine, 0, 2), enter(engine, 1, 2)

@@ -70,5 +70,6 @@ def test_own_spans(mine: list, cuts: list[int]) -> None:
         s for s in ticket.spans if not any(a < s.end and s.start < b for a, b in copied if a < b)
     ]
     assert own == {s.key: next(f for f in free if f.key == s.key) for s in free}
+    assert ticket.own == own_spans(ticket, [])
     ticket.settle(tuple(copied), None)
     assert ticket.own == own
