@@ -22,6 +22,7 @@ from tokendance.engines.vllm.eligibility import model_identity, refusal
 from tokendance.engines.vllm.messages import Plans, Refusal, Report
 from tokendance.engines.vllm.metrics import TokenDancePromMetrics, TokenDanceStats
 from tokendance.engines.vllm.support import check_version
+from tokendance.gate import objection
 from tokendance.reuse.recovery import create
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class TokenDanceConnector(KVConnectorBase_V1):
             self._config.pass_tokens or vllm_config.scheduler_config.max_num_batched_tokens
         )
         self._backend = create(self._config.backend, self._config.backend_options)
-        self._refusal = refusal(vllm_config, kv_cache_config)
+        self._refusal = refusal(vllm_config, kv_cache_config) or self._gate_objection()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -76,9 +77,16 @@ class TokenDanceConnector(KVConnectorBase_V1):
             identity=model_identity(self._vllm_config),
         )
 
+    def _gate_objection(self) -> str:
+        if not self._config.require_gate:
+            return ""
+        model = self._vllm_config.model_config
+        options = self._config.backend_options
+        return objection(model.model, model.revision, self._config.backend, options)
+
     def _disable(self, reason: str) -> None:
-        if not reason:
-            return
+        if not reason or (self._scheduler is not None and self._scheduler.disabled):
+            return  # the workers find the scheduler side's reasons again
         if self._config.require_reuse:
             raise ValueError(f"TokenDance cannot reuse KV here, and require_reuse is set: {reason}")
         logger.warning("TokenDance serves every request on the ordinary path: %s", reason)

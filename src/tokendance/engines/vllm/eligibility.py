@@ -34,8 +34,12 @@ def _kv_cache_refusal(vllm_config: Any, kv_cache_config: Any) -> str:
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         return f"the model needs {len(groups)} KV cache groups; one is supported"
-    kind = type(groups[0].kv_cache_spec).__name__
-    if kind != "FullAttentionSpec" or getattr(groups[0].kv_cache_spec, "sliding_window", None):
+    spec = groups[0].kv_cache_spec
+    kind = type(spec).__name__
+    windows = [getattr(spec, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    if any(windows):
+        return "sliding windows and chunked attention are not supported; full attention is"
+    if kind != "FullAttentionSpec":
         return f"KV caches of kind {kind} are not supported; full attention is"
     dtype = vllm_config.cache_config.cache_dtype
     if dtype not in ("auto", "bfloat16", "float16", "float32"):
