@@ -130,6 +130,19 @@ def test_short_segments_and_the_last_row() -> None:
     assert segment(found["b"], "y")["reason"] == "the engine computes the last prompt row itself"
 
 
+def test_shared_text_that_nobody_has_marked() -> None:
+    shared = text(200, 5)
+    requests = [
+        Asked(name, (("", (*text(own, own), *shared, *text(9, own + 1))),), read=str)
+        for name, own in (("a", 30), ("b", 45))
+    ]
+    found = told(*requests)
+    assert found["b"]["rows"] == {"prefix": 0, "sibling": 200, "computed": 54}
+    assert [s["start"] for s in found["b"]["segments"]] == [0, 45, 245]
+    assert found["b"]["segments"][1]["label"] == found["a"]["segments"][1]["label"] != ""
+    assert told(*requests, discover=False)["b"]["rows"]["sibling"] == 0
+
+
 def test_one_request_alone() -> None:
     (one,) = told(asked("a", "h", "x", "t")).values()
     assert one["role"] == "alone"

@@ -1,7 +1,8 @@
 """Say for every segment of a round's prompts where its K/V would come from, or why not.
 
-Give a trace and a round of it, or the prompts themselves as text files with the separator between
-their segments. The plan is made by the server's own planner; no model runs, only its tokenizer.
+Give a trace and a round of it, or the prompts themselves as text files, with the separator between
+their segments or without any; shared text is then found by content. The plan is made by the
+server's own planner; no model runs, only its tokenizer.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -33,11 +34,15 @@ PLENTY = 1 << 40
 
 
 class Asked(NamedTuple):
-    """A prompt: its segments as (label, ids), and the rows that a prefix cache holds."""
+    """A prompt: its segments as (label, ids), and the rows that a prefix cache holds.
+
+    read: set for a prompt that nobody has cut into segments; turns ids into text.
+    """
 
     name: str
     segments: tuple[tuple[str, tuple[int, ...]], ...]
     cached: int = 0
+    read: Callable[[Sequence[int]], str] | None = None
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -122,6 +127,8 @@ def plan_requests(asked: Sequence[Asked], config: Config) -> Planned:
             *(name, AgentId(one.name), one.ids, spans, 0.0),
             lambda name=name, end=end: end if name in started else 0,  # type: ignore[misc]
         )
+        if config.discover and one.read is not None:
+            book.discover(ticket, salt="", key=keys.key)
         book.join_announced(
             ticket, session="explain", round_id="1", size=len(asked), salt="", now=0.0
         )
@@ -205,11 +212,15 @@ class _View:
         )
 
     def segments(self) -> Iterator[dict[str, Any]]:
-        spans = iter(self.ticket.spans)
+        labels, start = {}, 0
         for label, ids in self.asked[self.index].segments:
-            if not ids:
-                continue
-            span = next(spans)
+            labels[start] = label
+            start += len(ids)
+        read = self.asked[self.index].read
+        for span in self.ticket.spans:
+            label = labels.get(span.start, "")
+            if read is not None:
+                label = _label(read(self.ticket.token_ids[span.start : span.end]))
             pieces = list(self._pieces(span))
             computed = [p for p in pieces if p["source"] == Source.COMPUTED]
             yield {
@@ -335,7 +346,8 @@ def _from_files(args: argparse.Namespace, separator: str) -> list[Asked]:
     from tokendance.engines.vllm.tokenizer import piece_tokenizer
     from tokendance.prompt.separator import split_text
 
-    pieces = piece_tokenizer(AutoTokenizer.from_pretrained(args.model))
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    pieces = piece_tokenizer(tokenizer)
     if pieces.problem:
         raise TraceError(f"the tokenizer of {args.model} cannot be used: {pieces.problem}")
     asked = []
@@ -344,11 +356,15 @@ def _from_files(args: argparse.Namespace, separator: str) -> list[Asked]:
         ids, lengths = pieces.prompt(texts, special=True)
         segments, start = [], 0
         for text, length in zip(texts, lengths):
-            label = " ".join(text.split())
-            segments.append((label[:40], tuple(ids[start : start + length])))
+            segments.append((_label(text), tuple(ids[start : start + length])))
             start += length
-        asked.append(Asked(path.name, tuple(segments)))
+        unmarked = tokenizer.decode if len(segments) == 1 else None
+        asked.append(Asked(path.name, tuple(segments), read=unmarked))
     return asked
+
+
+def _label(text: str) -> str:
+    return " ".join(text.split())[:40]
 
 
 def _print(told: Sequence[dict[str, Any]]) -> None:

@@ -103,12 +103,9 @@ def measure(args: argparse.Namespace, config: Config, options: dict[str, Any]) -
 
 
 def _verdict(args: argparse.Namespace, config: Config, replay: Replay, found: Found) -> Verdict:
-    figures = {
-        "kl": fmean(found.kl),
-        "top1": found.top1 / found.steps if found.steps else 1.0,
-        "recall_exact": found.exact / found.asked if found.asked else 0.0,
-        "recall_reuse": found.reuse / found.asked if found.asked else 0.0,
-    }
+    asked = found.asked or 1
+    kl, exact, reuse = fmean(found.kl), found.exact / asked, found.reuse / asked
+    top1 = found.top1 / found.steps
     limits = Limits(**{limit.name: getattr(args, limit.name) for limit in fields(Limits)})
     ready = replay.ready[1] if replay.ready else None
     details = {
@@ -121,8 +118,10 @@ def _verdict(args: argparse.Namespace, config: Config, replay: Replay, found: Fo
         "dtype": ready and ready.dtype,
         "device": ready and ready.device,
     }
-    problems = judge(limits, **figures)
-    return Verdict(args.model, config.backend, problems=problems, details=details, **figures)
+    problems = judge(limits, kl=kl, top1=top1, recall_exact=exact, recall_reuse=reuse)
+    return Verdict(
+        args.model, config.backend, kl, top1, exact, reuse, problems=problems, details=details
+    )
 
 
 def _needles(settings: ReplaySettings, render: Renderer, args: argparse.Namespace) -> list[Needle]:
