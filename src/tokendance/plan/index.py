@@ -30,14 +30,14 @@ class SegmentIndex(Generic[R]):
         return sum(map(len, self._rounds.values()))
 
     def add(self, salt: str, round_: R, ticket: Ticket) -> None:
-        by_key = self._rounds.setdefault(salt, {})
         for key, prefix in _places(ticket):
+            by_key = self._rounds.setdefault(salt, {})
             prefixes = by_key.setdefault(key, {}).setdefault(round_, {})
             prefixes[prefix] = prefixes.get(prefix, 0) + 1
 
     def remove(self, salt: str, round_: R, ticket: Ticket) -> None:
         """Undo `add`."""
-        by_key = self._rounds[salt]
+        by_key = self._rounds.get(salt, {})
         for key, prefix in _places(ticket):
             rounds = by_key[key]
             prefixes = rounds[round_]
@@ -49,7 +49,7 @@ class SegmentIndex(Generic[R]):
             if not rounds:
                 del by_key[key]
         if not by_key:
-            del self._rounds[salt]
+            self._rounds.pop(salt, None)
 
     def shared(self, salt: str, ticket: Ticket) -> dict[R, int]:
         """Rows of the request whose segments a round holds behind another prefix, per round."""

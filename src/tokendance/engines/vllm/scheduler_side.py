@@ -68,7 +68,7 @@ class SchedulerSide:
         self._manager: Any = None
         self._claimed: set[str] = set()  # collective verdicts of this step
         self._in_flight: dict[str, Any] = {}  # ordinary prefills whose pages fill up in this step
-        self._running: set[str] = set()
+        self._running: dict[str, Any] = {}
         self._outcomes: dict[str, Outcome] = {}
         self._stats = TokenDanceStats()
 
@@ -144,7 +144,7 @@ class SchedulerSide:
     def allocated(self, request: Any, block_ids: Iterable[int], external: int) -> None:
         """The engine has given pages to a waiting request and starts it in this step."""
         request_id = RequestId(request.request_id)
-        self._running.add(request_id)
+        self._running[request_id] = request
         collective = request_id in self._claimed and external > 0
         self._claimed.discard(request_id)
         if not collective:
@@ -155,7 +155,7 @@ class SchedulerSide:
     def plans(self, scheduler_output: Any) -> tuple[ReusePlan, ...]:
         """End of a scheduling step: what the worker has to do in it."""
         for request_id in scheduler_output.preempted_req_ids or ():
-            self._running.discard(request_id)
+            self._running.pop(request_id, None)
             self._in_flight.pop(request_id, None)
         plans = tuple(self._book.end_step(self._blocks))
         for plan in plans:
@@ -173,11 +173,14 @@ class SchedulerSide:
         for request_id, ran in report.items():
             if request_id in self._outcomes:
                 self._outcomes[request_id].ran = ran
+            if ran.failure and request_id in self._running:
+                # vLLM may have to compute its pages again, while they stand in its prefix cache.
+                self._in_flight[request_id] = self._running[request_id]
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """The request is over; its outcome goes into the response."""
         request_id = RequestId(request.request_id)
-        self._running.discard(request_id)
+        self._running.pop(request_id, None)
         self._in_flight.pop(request_id, None)
         outcome = self._outcomes.pop(request_id, None)
         if outcome is None:

@@ -63,6 +63,7 @@ class WorkerSide:
                 }
             )
             self._stats.observe_pass(plan, outcome, time.perf_counter() - started)
+        self._spread_failure(plans)
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks that hold no valid K/V, once."""
@@ -98,6 +99,17 @@ class WorkerSide:
                 first = member.cached // self.layers.block_size
                 self._failed_blocks.update(plan.tables[member.table].blocks[first:])
 
+    def _spread_failure(self, plans: Sequence[ReusePlan]) -> None:
+        """Rows behind a prefix that could not be computed are worth nothing either."""
+        failed = self._failed_blocks
+        known = -1
+        while failed and len(failed) != known:
+            known = len(failed)
+            for member, blocks in ((m, p.tables[m.table].blocks) for p in plans for m in p.members):
+                first = member.cached // self.layers.block_size
+                if not failed.isdisjoint(blocks[:first]):
+                    failed.update(blocks[first:])
+
     def _on_pages(self, plan: ReusePlan) -> ReusePlan:
         """The plan with the manager's blocks as kernel pages, where those are smaller."""
         ratio = self.layers.pages_per_block
@@ -111,9 +123,12 @@ class WorkerSide:
 
 
 def _across_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Sums over tensor-parallel ranks, so that all of them choose the same rows."""
+    """Sums over tensor-parallel ranks, so that all of them choose the same rows.
+
+    The first rank's sum counts: ranks may add up in different orders, and one bit decides a row.
+    """
     group = get_tp_group()
-    return values if group.world_size == 1 else group.all_reduce(values.clone())
+    return values if group.world_size == 1 else group.broadcast(group.all_reduce(values.clone()))
 
 
 def _alone(plan: ReusePlan, member: Member) -> ReusePlan:
