@@ -69,10 +69,10 @@ class Audit:
         name = plan.tables[copy.source].request_id
         if any(member.request_id == name for member in plan.members):
             return
-        if self._engine.book.ticket(name).approximate_from is None:
-            prompt = self._engine.scheduler.requests[name].prompt_token_ids
+        ticket = self._engine.book.ticket(name)
+        if ticket.approximate_from is None:
             with self.scratch(rows.end) as table:
-                self.compute(table, prompt[: rows.end + 1], [Rows(0, rows.end)])
+                self.compute(table, ticket.token_ids[: rows.end + 1], [Rows(0, rows.end)])
                 wanted = self.read(table, rows)
             found = self.read(plan.tables[copy.source], rows)
             self._compare(found, wanted, f"source of {copy} of {plan.members[0].request_id}")
@@ -118,18 +118,8 @@ class Audit:
 
     @contextmanager
     def scratch(self, rows: int) -> Iterator[PageTable]:
-        """Pages that nobody uses, put back as they were."""
-        pool = self._engine.scheduler.kv_cache_manager.block_pool
-        needed = -(-rows // BLOCK)
-        free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
-        assert len(free) >= needed, "no room for an audit"
-        table = PageTable(AUDIT, tuple(free[-needed:]) if needed else ())
-        whole = Rows(0, needed * BLOCK)
-        before = self.read(table, whole) if needed else []
-        try:
-            yield table
-        finally:
-            self.write(table, whole, before)
+        """Pages that nobody else uses."""
+        yield PageTable(AUDIT, self._engine.scratch[: -(-rows // BLOCK)])
 
 
 @contextmanager

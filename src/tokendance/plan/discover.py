@@ -79,8 +79,9 @@ class Discovery:
             other = self._seen[request_id]
             prefix = common_prefix(ticket.token_ids, other.ticket.token_ids)
             runs = common_runs(tokens, other.tokens, MIN_RUN, start=prefix)
-            limit = len(other.ticket.token_ids) - 1
-            runs = [run for run in runs if run.source_start + run.length <= limit]
+            held = other.ticket.end  # the last row is never there to be taken
+            runs = [r._replace(length=min(r.length, held - r.source_start)) for r in runs]
+            runs = [run for run in runs if run.length >= WINDOW]
             if sum(run.length for run in runs) >= minimum:
                 return other.ticket, runs
         return None

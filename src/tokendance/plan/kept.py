@@ -74,5 +74,5 @@ def kept_ticket(ticket: Ticket, held: Held) -> Ticket | None:
         blocks=held.blocks,
         admitted=ticket.admitted,
     )
-    kept.know(span for span in ticket.first_spans() if span.end <= end)
+    kept.inherit(ticket)
     return kept

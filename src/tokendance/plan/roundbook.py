@@ -81,8 +81,11 @@ class RoundBook:
         return len(self._kept)
 
     def ticket(self, request_id: RequestId) -> Ticket:
-        """The ticket of a request that is in a round; KeyError otherwise."""
-        return self._of[request_id].tickets[request_id]
+        """The ticket of a request that is in a round or is kept; KeyError otherwise."""
+        round_ = self._of.get(request_id) or self._kept.round_of(request_id)
+        if round_ is None:
+            raise KeyError(request_id)
+        return round_.tickets[request_id]
 
     # -- joining and leaving -------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect, insort
-from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set, ValuesView
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -53,6 +53,7 @@ class Ticket:
     admitted: int = 0
     held_until: float | None = None
     _first: dict[SegmentKey, Span] = field(default_factory=dict, repr=False)
+    _coarse: dict[SegmentKey, Span] = field(default_factory=dict, repr=False)
     _own: Mapping[SegmentKey, Span] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -75,10 +76,11 @@ class Ticket:
 
     def where(self, key: SegmentKey) -> Span | None:
         """The first occurrence of a segment in this prompt."""
-        return self._first.get(key)
+        return self._first.get(key) or self._coarse.get(key)
 
-    def segment_keys(self) -> KeysView[SegmentKey]:
-        return self._first.keys()
+    def segment_keys(self) -> Set[SegmentKey]:
+        """The segments that others may take from it."""
+        return self._first.keys() | self._coarse.keys() if self._coarse else self._first.keys()
 
     def first_spans(self) -> ValuesView[Span]:
         """The first occurrence of every segment, in order."""
@@ -86,14 +88,15 @@ class Ticket:
 
     def recut(self, spans: tuple[Span, ...]) -> None:
         """Finer segments of the same prompt; the coarser ones can still be taken from it."""
-        self.spans = spans
-        self.know(spans)
-
-    def know(self, spans: Iterable[Span]) -> None:
-        """Segments that stand in this prompt beside those it is cut into."""
+        self._coarse.update(self._first)
+        self.spans, self._first, self._own = spans, {}, None
         for span in spans:
             self._first.setdefault(span.key, span)
-        self._own = None
+
+    def inherit(self, ticket: Ticket) -> None:
+        """The coarser segments of another ticket for the same prompt, as far as it goes."""
+        spans = (*ticket._coarse.values(), *ticket._first.values())
+        self._coarse.update((span.key, span) for span in spans if span.end <= self.end)
 
     def settle(self, copied: tuple[Rows, ...], approximate_from: int | None) -> None:
         """Remember what a plan has made of this request."""
@@ -107,7 +110,7 @@ def own_spans(ticket: Ticket, copied: Iterable[tuple[int, int]]) -> Mapping[Segm
     holes = iter(copied)
     hole = next(holes, None)
     if hole is None:
-        return ticket._first
+        return {**ticket._coarse, **ticket._first} if ticket._coarse else ticket._first
     own: dict[SegmentKey, Span] = {}
     for span in ticket.spans:
         start, end, key = span
