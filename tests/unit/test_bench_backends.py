@@ -16,6 +16,7 @@ from tokendance.bench.backends import Case, Method, changed_blocks, closeness, f
 from tokendance.bench.rounds import PAGE, LastRound, donor_plan, last_round, leader_plan
 from tokendance.bench.town import HISTORY_TOKENS, SEGMENT_TOKENS, SEGMENTS, sentences, write_town
 from tokendance.bench.trace import Trace, TraceError
+from tokendance.cli import main
 from tokendance.engines.reference.model import Model
 from tokendance.plan.reuse_plan import Copy
 from tokendance.reuse.collective import MemberOutcome, PassOutcome
@@ -196,3 +197,33 @@ def test_closeness_of_followers() -> None:
     p, q = (torch.from_numpy(x[0][0]).log_softmax(-1) for x in (logits, moved))
     assert found["kl_end"] == pytest.approx(float((p.exp() * (p - q)).sum()) / 2, abs=1e-5)
     assert found["kl_cont"] == 0.0 and found["top1"] == round(6 / 7, 4)
+
+
+def test_the_command_writes_what_a_table_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("tokendance.bench.render.HFTokenizer", lambda folder: Words())
+    monkeypatch.setattr(Model, "load", lambda folder: Model.from_hf(tiny.hf_model()))
+    out = tmp_path / "results/backends.json"
+    command = ["bench", "backends", "--model", str(tmp_path), "--quick", "--out", str(out)]
+    assert main([*command, "--trace", str(tmp_path / "none.jsonl")]) == 1
+    assert "cannot open the trace" in capsys.readouterr().err
+    out.with_suffix(".partial").write_text("")
+    assert main([*command, "--resume"]) == 1  # begun with that trace
+    assert "with other settings" in capsys.readouterr().err
+    assert main(command) == 0
+    assert "KL end" in capsys.readouterr().out
+    result = json.loads(out.read_text())
+    assert {"machine", "versions", "command", "settings", "summary", "rows"} <= result.keys()
+    assert str(tmp_path) not in out.read_text()
+    assert [row["backend"] for row in result["rows"]] == [
+        *("region", "cacheblend", "legolink", "cacheblend-serial")
+    ]
+    for row in result["rows"]:
+        assert row.keys() >= {
+            *("backend", "ratio", "trace", "agents", "kl_end", "kl_cont", "top1", "rows"),
+            *("changed_blocks", "cpu_ratio_plain", "cpu_ratio_serial_cacheblend"),
+        }
+    assert result["rows"][-1]["cpu_ratio_serial_cacheblend"] == 1.0
+    assert [path.name for path in out.parent.iterdir()] == [out.name]

@@ -27,6 +27,16 @@ WORKLOADS = Path("benchmarks/workloads/small")
 TRACES = ("1_meet_and_greet", "4_winning_the_election", "5_information_outbreak")
 OUT = Path("benchmarks/results/backends.json")
 
+COLUMNS = (
+    ("KL end", "kl_end", ".4f"),
+    ("KL after", "kl_cont", ".4f"),
+    ("top-1", "top1", ".3f"),
+    ("rows", "rows", ".0f"),
+    ("changed", "changed_blocks", ".0%"),
+    ("x plain", "cpu_ratio_plain", ".2f"),
+    ("x serial", "cpu_ratio_serial_cacheblend", ".2f"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="what", required=True)
@@ -211,12 +221,9 @@ def _say(text: str) -> None:
 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    names = [name for name in rows[0] if name != "rounds"]
-    table = Table(*names)
+    print(f"{'':48}" + "".join(f"{title:>10}" for title, _, _ in COLUMNS))
     for row in rows:
-        cells = (row[name] for name in names)
-        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in cells))
-    Console().print(table)
+        over = f"{row['rounds']} {row['over']} of {row['agents']}"
+        method = f"{row['backend']} {row['ratio']:.0%} ({row['source']})"
+        figures = (format(row[name], form) for _, name, form in COLUMNS)
+        print(f"{over:14}{method:34}" + "".join(f"{figure:>10}" for figure in figures))
