@@ -24,6 +24,7 @@ test: lint types unit engine
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python -m tokendance.bench.tables --check
 
 types: $(INSTALLED)
 	$(BIN)/mypy

@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--agents", type=_count, help="replay only the requests of the first AGENTS agents")
     add("--repeat", type=_count, default=1, help="repetitions, of which the median is taken")
     add("--threads", type=_count, default=min(2, os.cpu_count() or 1), help="default: %(default)s")
+    add("--out", type=Path, help="write the JSON object to this file too")
     add("--json", action="store_true", help="print nothing but the JSON object of the last line")
 
 
@@ -66,7 +67,12 @@ def run(args: argparse.Namespace) -> int:
     except (ModelMissing, TraceError, EngineError) as error:
         print(f"tokendance demo: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(summarise(replay, reports)))
+    result = summarise(replay, reports)
+    if args.out is not None:
+        command = f"tokendance demo --trace {settings.trace.name} --repeat {args.repeat}"
+        text = json.dumps({"command": command, **result}, indent=1)
+        args.out.write_text(text + "\n", encoding="utf-8")
+    print(json.dumps(result))
     return 0
 
 
