@@ -19,9 +19,10 @@ def test_sizes_stay_flat_while_everything_comes_and_goes(tmp_path: Path) -> None
         assert tally.counters.get(event, 0) > 0, (event, tally.counters)
     assert all(sample.held <= BUDGET for sample in tally.samples)
     assert all(sample.disk <= 3.2 * BUDGET for sample in tally.samples)
-    assert growth([sample.tables for sample in tally.samples]) < 1.3
+    assert growth([sample.tables for sample in tally.samples]) < 1.4
 
 
 def test_growth_tells_flat_from_rising() -> None:
     assert growth([5] * 20) == pytest.approx(1.0)
     assert growth(list(range(1, 21))) > 1.8
+    assert growth([1, 9, 3, 8, 2, 9]) == pytest.approx(1.0)

@@ -160,6 +160,25 @@ def test_full_disk_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert tier.write(blob("a")) is Reason.OK
 
 
+def test_full_medium_makes_room_for_what_is_newer(tmp_path: Path) -> None:
+    """Sessions that never come back do not keep the disk from the living."""
+    world = World(np.random.default_rng(6), pages=2048)
+    held, queue = spilled(DiskTier(tmp_path, capacity=150_000), world)
+    for number in range(12):
+        round_ = family(world, f"s{number}", f"{number}.")
+        held.put_family(round_.plan, round_.caches)
+        held.flush()
+        for owner in expected(world, round_):
+            held.evict(held.latest(owner))  # type: ignore[arg-type]
+    counters = held.stats().counters
+    assert counters["spilled"] == 36 and "tier_full" not in counters
+    assert len(held.prefetch(SessionId("s11"))) == 3
+    assert held.prefetch(SessionId("s0")) == {}
+    held.flush()
+    assert DiskTier(tmp_path).held <= 150_000
+    queue.close()
+
+
 def test_a_really_full_file_system(tmp_path: Path) -> None:
     """The library's own error for a write that the system refuses, by a limit on file size."""
     code = """
@@ -190,6 +209,8 @@ def test_capacity_is_kept(tmp_path: Path) -> None:
 
 class FakeTier:
     """A tier in memory whose methods can be made slow or broken."""
+
+    capacity = None
 
     def __init__(self) -> None:
         self.blobs: dict[str, Blob] = {}

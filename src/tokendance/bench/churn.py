@@ -198,10 +198,10 @@ def churn(
 
 
 def growth(values: Sequence[int]) -> float:
-    """Mean of the last quarter over that of the second one: 1 is flat; the first is warm-up."""
-    quarter = max(1, len(values) // 4)
-    early, late = values[quarter : 2 * quarter], values[-quarter:]
-    return float(np.mean(late) / max(1.0, float(np.mean(early))))
+    """Largest value of the second half over that of the first: near 1 is flat. Single values say
+    little, since what is held varies with the sessions of the moment."""
+    half = len(values) // 2
+    return max(values[half:]) / max(1, *values[:half])
 
 
 def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:

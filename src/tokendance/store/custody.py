@@ -85,7 +85,8 @@ class Custody:
             victim = next(iter(self.ledger.victims(self.clock, leaving)), None)
             if victim is None:
                 return False
-            self.counters["evicted" if victim.spilled else "lost"] += 1
+            kept = self.lower is not None and self.lower.holds(victim)
+            self.counters["evicted" if kept else "lost"] += 1
             self.drop(victim)
         return True
 

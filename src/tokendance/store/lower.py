@@ -57,19 +57,23 @@ class Lower:
     def spill_cold(self, custody: Custody, spill_at: float) -> None:
         """Copy the coldest entries down until all but `spill_at` of the budget could be dropped."""
         records = sorted(custody.ledger.by_key.values(), key=lambda r: r.clock)
-        safe = sum(r.entry.nbytes for r in records if r.spilled is not None)
+        safe = sum(r.entry.nbytes for r in records if self.holds(r))
         excess = custody.memory.held - safe - int(spill_at * custody.memory.budget)
-        for record in (r for r in records if r.spilled is None and not r.spilling):
+        for record in (r for r in records if not self.holds(r) and not r.spilling):
             if excess <= 0:
                 return
             excess -= record.entry.nbytes
             self._spill(custody, record)
 
-    def supersede(self, owner: Owner, keep: list[EntryKey]) -> None:
-        """An owner has newer entries: of its files only those of `keep` are of use."""
+    def holds(self, record: Record) -> bool:
+        """A copy of the entry is here."""
+        return record.spilled is not None and record.spilled in self._metas
+
+    def supersede(self, keep: Mapping[Owner, list[EntryKey]]) -> None:
+        """These owners have newer entries: of their files only those of `keep` are of use."""
         for key, name in list(self._by_key.items()):
-            if key not in keep and owner in owners_of(self._metas[name]):
-                self._disown(name, {owner})
+            owners = owners_of(self._metas[name])
+            self._disown(name, {o for o in owners if o in keep and key not in keep[o]})
 
     def release(self, session: SessionId) -> None:
         """Delete what only this session owns."""
@@ -131,43 +135,44 @@ class Lower:
         batch = [record]
         if isinstance(record.entry, Mirror):
             master = custody.ledger.master_of(record.entry)
-            if master.entry.name not in self._metas:
+            if master.entry.name not in self._metas and not master.spilling:
                 batch.insert(0, master)
         blobs = [self._blob(custody, item) for item in batch]
+        self._make_room(sum(_file_size(blob.meta) for blob in blobs))
 
         def done(reasons: list[Reason]) -> None:
             with self._lock:
-                record.spilling = False
                 for item, blob, reason in zip(batch, blobs, reasons):
-                    if not self._written(item, blob, reason):
-                        break
+                    item.spilling = False
+                    self._written(item, blob, reason)
                 custody.claim(record, -1)
 
-        if self.queue.write(blobs, done) is Reason.OK:
-            record.spilling = True
+        reason = self.queue.write(blobs, done)
+        if reason is Reason.OK:
+            for item in batch:
+                item.spilling = True
             custody.claim(record, 1)
         else:
-            self._counters["tier_busy"] += 1
+            self._counters[f"tier_{reason}"] += 1
 
     def _blob(self, custody: Custody, record: Record) -> Blob:
         trunk = record in custody.ledger.trunks
         return to_blob(record.entry, record.owners, self._identity, record.tenant, trunk=trunk)
 
-    def _written(self, record: Record, blob: Blob, reason: Reason) -> bool:
+    def _written(self, record: Record, blob: Blob, reason: Reason) -> None:
         if reason is not Reason.OK:
             self._counters[f"tier_{reason}"] += 1
             if reason is Reason.FULL:
-                self._relieve(blob.nbytes)
-            return False
+                self._relieve(_file_size(blob.meta))
+            return
         master = blob.meta["master"]
         if master is not None and master not in self._metas:
             self.queue.delete([blob.name])
-            return False
+            return
         self._enter(blob.name, blob.meta)
         if not blob.meta["trunk"]:
             record.spilled = blob.name
         self._counters["spilled"] += 1
-        return True
 
     def _enter(self, name: str, meta: Mapping[str, Any]) -> None:
         if name in self._metas:
@@ -182,14 +187,21 @@ class Lower:
         if old is not None:
             self.forget(old)
 
+    def _make_room(self, nbytes: int) -> None:
+        """Delete ahead of a write what would not fit beside it."""
+        capacity = self.queue.tier.capacity
+        if capacity is not None:
+            held = sum(_file_size(meta) for meta in self._metas.values())
+            self._relieve(held + self.queue.inflight + nbytes - capacity)
+
     def _relieve(self, nbytes: int) -> None:
-        """The medium is full: give up the oldest files that no other needs."""
-        for name in [n for n in self._metas if not self._users[n]]:
-            if nbytes <= 0:
+        """Give up the oldest files that no other needs, and then the masters they needed."""
+        while nbytes > 0:
+            name = next((n for n in self._metas if not self._users[n]), None)
+            if name is None:
                 return
-            if name in self._metas:
-                nbytes -= int(self._metas[name]["nbytes"])
-                self.forget(name)
+            nbytes -= _file_size(self._metas[name])
+            self.forget(name)
 
     def _disown(self, name: str, owners: set[Owner]) -> None:
         meta = self._metas[name]
@@ -249,3 +261,8 @@ class Lower:
                     self.queue.delete([name])
         for name in [n for n, m in self._metas.items() if m["trunk"] and not self._users[n]]:
             self.forget(name)
+
+
+def _file_size(meta: Mapping[str, Any]) -> int:
+    """Bytes of a file, with what its header takes at most."""
+    return int(meta["nbytes"]) + 2048 + 512 * int(meta["layers"])

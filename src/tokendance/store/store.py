@@ -360,8 +360,8 @@ class Store:
                 old += self._custody.ledger.own(record, caches[item.request_id].owner)
         self._custody.retire(old)
         if self._lower is not None:
-            for owner in {cache.owner for cache in caches.values()}:
-                self._lower.supersede(owner, self._custody.ledger.history(owner))
+            owners = {cache.owner for cache in caches.values()}
+            self._lower.supersede({o: self._custody.ledger.history(o) for o in owners})
             self._lower.spill_cold(self._custody, self._spill_at)
 
 

@@ -53,7 +53,12 @@ class Loaded(NamedTuple):
 
 
 class Tier(Protocol):
-    """Storage of blobs by name. Called from one worker thread at a time; may block."""
+    """Storage of blobs by name. Called from one worker thread at a time; may block.
+
+    capacity: bytes it may hold, None if it does not know; the store deletes old blobs in time.
+    """
+
+    capacity: int | None
 
     def write(self, blob: Blob) -> Reason:
         """Store a blob durably; after anything but OK no part of it can be read."""
@@ -166,9 +171,10 @@ class TierQueue:
                 self._note(Reason.ERROR)
 
     def _note(self, reason: Reason) -> None:
-        """Count failures of the tier itself; a missing or corrupt blob is the blob's."""
+        """Count failures of the tier itself: a missing or corrupt blob is the blob's, and a full
+        medium is made room on."""
         with self._lock:
-            if reason not in (Reason.ERROR, Reason.FULL):
+            if reason is not Reason.ERROR:
                 self._failures = 0
                 return
             self._failures += 1
