@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,49 +11,15 @@ import pytest
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.engine
 
-from tokendance.cli.model import ensure_model  # noqa: E402
+from http_server import running_server  # noqa: E402
+
 from tokendance.client import RoundClient  # noqa: E402
-
-START_S = 300
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port, log = free_port(), tmp_path_factory.mktemp("serve") / "log"
-    flags = ["--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": 2}']
-    flags += ["--max-model-len", "1024", "--enforce-eager", "--port", str(port)]
-    flags += ["--served-model-name", "tiny", "--td-linger-ms", "20"]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [Path(sys.executable).with_name("tokendance"), "serve", str(ensure_model()), *flags],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_until_up(url, process, log)
+    with running_server(tmp_path_factory.mktemp("serve"), "--td-linger-ms", "20") as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-
-
-def _wait_until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx.get(f"{url}/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.5)
-    pytest.fail("the server did not start:\n" + log.read_text()[-4000:])
 
 
 def chat(url: str, content: str, hints: Any = None, **more: Any) -> httpx.Response:
