@@ -46,7 +46,7 @@ def test_memories_are_bounded(monkeypatch) -> None:
     assert len(engine.book._leaders._items) == len(engine.book._ended._items) == 5
 
 
-SECONDS = 0.5
+SECONDS = 2.0
 """Generous: a server core takes 0.05 to 0.1 s for the joins, one wave and the plan of all."""
 
 
