@@ -131,7 +131,10 @@ def audited(engine: Engine) -> Iterator[Audit]:
     def run_and_check(plans: Sequence[ReusePlan]) -> Any:
         run(plans)
         for plan in plans:
-            audit.check(plan)
+            try:
+                audit.check(plan)
+            except Exception as error:
+                audit.problems.append(f"the audit itself: {error!r}")
 
     worker.run = run_and_check
     try:

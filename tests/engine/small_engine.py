@@ -15,6 +15,9 @@ BLOCK = 32
 
 LABELS = ("source", "outcome", "reason", "cause")
 
+SCRATCH = 64
+"""Pages of each engine that only the audit uses, so that it works when memory is scarce."""
+
 Prompt = list[int] | str
 
 
@@ -112,12 +115,14 @@ class Running:
             "max_model_len": 2048,
             "max_num_batched_tokens": 8192,
             "max_num_seqs": 64,
-            "num_gpu_blocks_override": 1024,
+            "num_gpu_blocks_override": 512,
             "disable_log_stats": True,
             "kv_transfer_config": transfer if reuse else None,
         }
+        settings = {**defaults, **settings}
+        settings["num_gpu_blocks_override"] += SCRATCH + 1  # one page is vLLM's own
         try:
-            self.engine = Engine(LLM(str(model), **{**defaults, **settings}))
+            self.engine = Engine(LLM(str(model), **settings))
         except BaseException:
             clean_up()
             raise
@@ -141,10 +146,17 @@ class Engine:
     def __init__(self, llm: Any) -> None:
         self.llm = llm
         self.core = llm.llm_engine.engine_core.engine_core
+        self.scratch = self._take_scratch_pages()
         self._names = count()
         self._open: set[str] = set()
         self._counted: dict[str, float] = {}
         self.finished: dict[str, Any] = {}
+
+    def _take_scratch_pages(self) -> tuple[int, ...]:
+        """Pages for the audit, taken from the pool for good; see SCRATCH."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        pool.num_gpu_blocks -= SCRATCH
+        return tuple(block.block_id for block in pool.get_new_blocks(SCRATCH))
 
     @property
     def scheduler(self) -> Any:
@@ -204,6 +216,10 @@ class Engine:
         self.llm.llm_engine.abort_request([name])
         self._open.discard(name)
 
+    @property
+    def busy(self) -> bool:
+        return bool(self._open)
+
     def step(self) -> list[Any]:
         """One engine step; the outputs it made."""
         outputs = self.llm.llm_engine.step()
@@ -233,6 +249,10 @@ class Engine:
         """One request on its own, to the end."""
         (output,) = self.answers([self.add(prompt, hints, **options)])
         return output
+
+    def ask_exactly(self, prompt: Prompt, **options: Any) -> Any:
+        """What vLLM itself says, on its ordinary path."""
+        return self.ask(prompt, {"mode": "exact"}, **options)
 
     def forget(self) -> None:
         """Empty vLLM's prefix cache; nothing may be running."""

@@ -33,7 +33,7 @@ from tokendance.types import RequestId, Rows  # noqa: E402
 Start = Callable[..., AbstractContextManager[Engine]]
 
 OPTIONS = {"min_shared_tokens": 16}
-SAMPLING = {"max_tokens": 8, "logprobs": 20}
+SAMPLING: dict[str, Any] = {"max_tokens": 8, "logprobs": 20}
 
 
 def same(a: Any, b: Any) -> bool:
@@ -58,7 +58,8 @@ def test_bit_equality(start_engine: Start, dtype: str) -> None:
         continued = [m.prompt + tokens(o) + [77] for m, o in zip(members, plain)]
         engine.forget()
         plain_continued = [engine.ask(prompt, **SAMPLING) for prompt in continued]
-    with start_engine(options=OPTIONS, dtype=dtype) as engine:
+    # Without discovery a request without hints is exact, too.
+    with start_engine(options={**OPTIONS, "discover": False}, dtype=dtype) as engine:
         exact = ask_all(engine, members, "exact")
         assert all(same(a, b) for a, b in zip(exact, plain))
         mixed = ask_all(engine, members, "auto")
@@ -89,11 +90,11 @@ class TestOneEngine:
         engine.forget()
         outputs = engine.answers([engine.add(*m, max_tokens=2 * BLOCK) for m in members])
         prompts = [m.prompt + tokens(o) + [77] for m, o in zip(members, outputs)]
-        after = [engine.ask(prompt, **SAMPLING) for prompt in prompts]
+        after = [engine.ask_exactly(prompt, **SAMPLING) for prompt in prompts]
         fresh = []
         for prompt in prompts:
             engine.forget()
-            fresh.append(engine.ask(prompt, **SAMPLING))
+            fresh.append(engine.ask_exactly(prompt, **SAMPLING))
         # Rows that are found in the cache leave fewer for the batch: equal but for fp32 rounding.
         assert max(distance(a, b) for a, b in zip(after, fresh)) < 1e-4
         assert after[0].num_cached_tokens > 8 * BLOCK
@@ -107,9 +108,9 @@ class TestOneEngine:
         audit, random = Audit(engine), Random(longest)
         prompt = words(random, 400)
         engine.forget()
-        wanted = engine.ask(prompt, **SAMPLING)
+        wanted = engine.ask_exactly(prompt, **SAMPLING)
         engine.forget()
-        name = engine.add(prompt, **SAMPLING)
+        name = engine.add(prompt, {"mode": "exact"}, **SAMPLING)
         engine.step()  # the prompt is in the cache, one token is out
         (request,) = engine.scheduler.running
         (blocks,) = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)

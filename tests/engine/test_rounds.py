@@ -60,7 +60,7 @@ def roles(outputs: list[Any]) -> list[str]:
 def exact_tokens(engine: Engine, prompt: list[int], **options: Any) -> list[int]:
     """What vLLM answers on its ordinary path, with an empty cache."""
     engine.forget()
-    return tokens(engine.ask(prompt, **options))
+    return tokens(engine.ask_exactly(prompt, **options))
 
 
 # -- who waits -------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def test_short_prompts(engine: Engine, audit: Audit, length: int) -> None:
 def test_private_history_from_the_prefix_cache(engine: Engine, audit: Audit) -> None:
     members = make_round(16, 3, private=100)
     for member in members:
-        engine.ask(member.prompt[:100], max_tokens=1)
+        engine.ask_exactly(member.prompt[:100], max_tokens=1)
     outputs = engine.answers(send(engine, members))
     assert [outcome(o)["rows"]["prefix"] for o in outputs] == [96, 96, 96]
     assert outcome(outputs[2])["rows"] == {"prefix": 96, "sibling": SHARED, "computed": 10}
@@ -232,7 +232,7 @@ def test_whole_prompt_in_the_prefix_cache(engine: Engine, audit: Audit, cached: 
     members = make_round(17, 3, private=38)
     members = [Member(m.prompt[: len(m.prompt) // BLOCK * BLOCK + 1], m.hints) for m in members]
     members = [Member(m.prompt, cut_segments(m)) for m in members]
-    wanted = tokens(engine.ask(members[cached].prompt))
+    wanted = tokens(engine.ask_exactly(members[cached].prompt))
     outputs = engine.answers(send(engine, members))
     assert tokens(outputs[cached]) == wanted
     assert sorted(roles(outputs)).count("follower") >= 1
@@ -348,7 +348,7 @@ def test_leader_whose_prompt_a_stranger_computes_in_the_same_step(
 
 def test_counters_add_up(engine: Engine, audit: Audit) -> None:
     members = make_round(27, 4)
-    engine.ask(members[3].prompt[:BLOCK], max_tokens=1)
+    engine.ask_exactly(members[3].prompt[:BLOCK], max_tokens=1)
     lonely = make_round(28, 1)
     outputs = engine.answers([*send(engine, members), *send(engine, lonely)])
     counted = engine.counters()

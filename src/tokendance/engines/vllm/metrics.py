@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -100,6 +101,7 @@ class TokenDancePromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        _forget_earlier_engine()
         self._counters = {
             counter.name: self._counter_cls(
                 name=counter.name,
@@ -114,3 +116,10 @@ class TokenDancePromMetrics(KVConnectorPromMetrics):
         for name, values in transfer_stats_data.items():
             for label, value in values.items():
                 self._counters[name].labels(*engine, *([label] if label else [])).inc(value)
+
+
+def _forget_earlier_engine() -> None:
+    """Make room for the counters of another engine in this process, as vLLM does with its own."""
+    for collector in list(REGISTRY._collector_to_names):
+        if getattr(collector, "_name", "").startswith("tokendance:"):
+            REGISTRY.unregister(collector)
