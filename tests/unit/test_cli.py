@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tokendance.cli import COMMANDS, main, serve
+from tokendance.engines.vllm import launch
 
 
 @pytest.fixture
@@ -14,7 +15,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Arguments that vLLM's command line would be started with."""
     words: list[str] = []
     monkeypatch.setattr(serve, "check_version", lambda: None)
-    monkeypatch.setattr(serve, "run_vllm", words.extend)
+    monkeypatch.setattr(launch, "run_vllm", words.extend)
     return words
 
 

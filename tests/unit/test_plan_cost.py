@@ -11,7 +11,7 @@ from plan_engine import CONFIG, engine_of, enter, prompt, text
 from plan_world import Part, ticket_of
 
 from tokendance.config import Config
-from tokendance.plan import roundbook, rounds
+from tokendance.plan import rounds
 from tokendance.plan.roundbook import Budget, RoundBook, Verdict
 from tokendance.plan.ticket import Ticket
 from tokendance.types import AgentId, RequestId, SegmentKey, Span
@@ -36,7 +36,7 @@ def test_work_per_request_and_step_is_constant(monkeypatch) -> None:
 
 
 def test_memories_are_bounded(monkeypatch) -> None:
-    monkeypatch.setattr(roundbook, "REMEMBERED", 5)
+    monkeypatch.setattr(rounds, "REMEMBERED", 5)
     engine = engine_of()
     for number in range(20):
         for who in range(2):

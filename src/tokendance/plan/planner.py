@@ -7,7 +7,7 @@ computes the whole region and the others only their private rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -187,3 +187,22 @@ def _same(ticket: Ticket, piece: _Piece) -> bool:
     """Whether source and target hold the same tokens; False only if two keys collide."""
     theirs = piece.source.token_ids[piece.source_start : piece.source_start + piece.length]
     return ticket.token_ids[piece.start : piece.end] == theirs
+
+
+def claim_prefixes(admitted: list[Ticket], groups: Iterable[list[Ticket]], page_size: int) -> None:
+    """Let no member read prefix pages that a member behind it has yet to fill.
+
+    The engine enters the pages of a request into its prefix cache when it admits it, so a request
+    admitted later, but executed earlier (a leader), may have a hit on pages that are still empty.
+    It computes those rows itself. admitted: in that order; groups: in order of execution.
+    """
+    turn = {ticket.request_id: i for i, ticket in enumerate(admitted)}
+    later: list[tuple[int, int, int]] = []  # turn, index of the first page it fills, that page
+    first = len(turn)
+    for ticket in reversed([t for group in groups for t in group]):
+        mine, page = turn[ticket.request_id], ticket.cached // page_size
+        if first < mine:
+            hits = (i for t, i, block in later if t < mine and ticket.blocks[i : i + 1] == (block,))
+            ticket.cached = min((i * page_size for i in hits if i < page), default=ticket.cached)
+        later.append((mine, page, ticket.blocks[page]))
+        first = min(first, mine)

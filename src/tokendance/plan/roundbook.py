@@ -13,35 +13,28 @@ round in a step. Everything is decided on the scheduler side, in plain Python; t
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from enum import Enum
 from heapq import nlargest
 from itertools import islice
-from typing import Generic, TypeVar
 
 from tokendance.config import Config
 from tokendance.plan.discover import Discovery, Key, cut
 from tokendance.plan.index import SegmentIndex
 from tokendance.plan.kept import Held, KeptLeaders, kept_ticket
 from tokendance.plan.match import Tokens
-from tokendance.plan.planner import plan_round
+from tokendance.plan.planner import claim_prefixes, plan_round
 from tokendance.plan.reuse_plan import ReusePlan
 from tokendance.plan.rounds import Budget as Budget
-from tokendance.plan.rounds import Round, Wave, elect, leads_still, resident
+from tokendance.plan.rounds import Memory, Round, Wave, elect, leads_still, resident
 from tokendance.plan.ticket import State, Ticket, order_distance, shared_with
 from tokendance.types import AgentId, RequestId, RoundId, Span
-
-REMEMBERED = 4096
-"""Sessions whose leader, and ended rounds whose agents, are remembered."""
 
 LEADER_PATIENCE_S = 60.0
 """How long after its first wait for a leader that the engine is computing a follower gives up."""
 
 MAX_LOOKS = 8
 """Rounds, and members of a leaderless round, that a request without hints is compared with."""
-
-T = TypeVar("T")
 
 
 class Verdict(Enum):
@@ -59,8 +52,8 @@ class RoundBook:
         self._rounds: dict[Hashable, Round] = {}
         self._of: dict[RequestId, Round] = {}
         self._index: SegmentIndex[Round] = SegmentIndex()
-        self._leaders: _Memory[AgentId] = _Memory()
-        self._ended: _Memory[set[AgentId]] = _Memory()
+        self._leaders: Memory[AgentId] = Memory()
+        self._ended: Memory[set[AgentId]] = Memory()
         self._kept = KeptLeaders(config.keep_leaders)
         self._discovery = Discovery()
         self._step = 0
@@ -365,7 +358,7 @@ class RoundBook:
             groups.setdefault(round_, []).append(ticket)
         for round_, tickets in groups.items():
             tickets.sort(key=lambda t: t is not round_.leader)
-        _claim_prefixes([t for _, t in admitted], groups.values(), self._page_size)
+        claim_prefixes([t for _, t in admitted], groups.values(), self._page_size)
         plans = tuple(self._plan(*group, pages) for group in groups.items())
         self._admitted = []
         self._step += 1
@@ -395,44 +388,6 @@ class RoundBook:
         return plan
 
 
-def _claim_prefixes(admitted: list[Ticket], groups: Iterable[list[Ticket]], page_size: int) -> None:
-    """Let no member read prefix pages that a member behind it has yet to fill.
-
-    The engine enters the pages of a request into its prefix cache when it admits it, so a request
-    admitted later, but executed earlier (a leader), may have a hit on pages that are still empty.
-    It computes those rows itself. admitted: in that order; groups: in order of execution.
-    """
-    turn = {ticket.request_id: i for i, ticket in enumerate(admitted)}
-    later: list[tuple[int, int, int]] = []  # turn, index of the first page it fills, that page
-    first = len(turn)
-    for ticket in reversed([t for group in groups for t in group]):
-        mine, page = turn[ticket.request_id], ticket.cached // page_size
-        if first < mine:
-            hits = (i for t, i, block in later if t < mine and ticket.blocks[i : i + 1] == (block,))
-            ticket.cached = min((i * page_size for i in hits if i < page), default=ticket.cached)
-        later.append((mine, page, ticket.blocks[page]))
-        first = min(first, mine)
-
-
 def _needed(quorum: float, size: int) -> int:
     """Members that are enough; the product of floats may lie just above a whole number."""
     return math.ceil(quorum * size - 1e-9)
-
-
-class _Memory(Generic[T]):
-    """A small mapping that forgets its oldest entries."""
-
-    def __init__(self) -> None:
-        self._items: OrderedDict[object, T] = OrderedDict()
-
-    def get(self, key: object) -> T | None:
-        return self._items.get(key)
-
-    def forget(self, key: object) -> None:
-        self._items.pop(key, None)
-
-    def put(self, key: object, value: T) -> None:
-        self._items[key] = value
-        self._items.move_to_end(key)
-        if len(self._items) > REMEMBERED:
-            self._items.popitem(last=False)

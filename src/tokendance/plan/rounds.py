@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from tokendance.plan.ticket import Share, State, Ticket, shared_with
 from tokendance.types import AgentId, RequestId, RoundId, SegmentKey
+
+T = TypeVar("T")
+
+REMEMBERED = 4096
+"""Sessions whose leader, and ended rounds whose agents, are remembered."""
 
 PASSED_OVER = 2
 """Turns of a round after which a leader that the engine does not ask for (it waits for something
@@ -149,3 +154,22 @@ def elect(round_: Round, previous: AgentId | None, step: int, minimum: int) -> T
     best = max(waiting, key=serves)
     known = next((t for t in waiting if t.agent == previous), None)
     return best if known is None or serves(known) * 2 < serves(best) else known
+
+
+class Memory(Generic[T]):
+    """A small mapping that forgets its oldest entries."""
+
+    def __init__(self) -> None:
+        self._items: OrderedDict[object, T] = OrderedDict()
+
+    def get(self, key: object) -> T | None:
+        return self._items.get(key)
+
+    def forget(self, key: object) -> None:
+        self._items.pop(key, None)
+
+    def put(self, key: object, value: T) -> None:
+        self._items[key] = value
+        self._items.move_to_end(key)
+        if len(self._items) > REMEMBERED:
+            self._items.popitem(last=False)
