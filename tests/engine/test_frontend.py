@@ -170,6 +170,7 @@ def test_token_ids_with_lengths(llm: LLM) -> None:
         ("hello", {"sizes": 3}, "sizes"),
         ("hello", {"size": 0}, "size"),
         ("hello", {"mode": "fast"}, "mode"),
+        ("hello", {"backend": "blend"}, "backend"),
         ({"prompt_token_ids": [5, 6, 7]}, {"segments": [1, 1]}, "segments"),
         ("a<TTSEP>b", {"segments": [1, 1]}, "segments"),
     ],

@@ -31,6 +31,7 @@ from tokendance.prompt.hints import HintError, Hints
 from tokendance.prompt.messages import message_cuts
 from tokendance.prompt.segments import boundaries, clip_lengths, lengths_of
 from tokendance.prompt.separator import split_text
+from tokendance.reuse.recovery import names
 
 logger = init_logger(__name__)
 
@@ -44,6 +45,7 @@ class FrontEnd:
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.config = config
+        self.backends = frozenset(names())
         self.pieces = piece_tokenizer(tokenizer, config.keep_separator)
         self.message_starts = message_starts(tokenizer)
         if tokenizer is not None and self.pieces.problem:
@@ -64,9 +66,13 @@ class FrontEnd:
     def hints(self, params: Mapping[str, Any] | None) -> Hints:
         """The hints in a request's kv_transfer_params; malformed ones are a client error."""
         try:
-            return Hints.parse((params or {}).get(FIELD))
+            hints = Hints.parse((params or {}).get(FIELD))
+            if hints.backend is not None and hints.backend not in self.backends:
+                text = f"unknown, there is {', '.join(sorted(self.backends))}"
+                raise HintError("backend", text, hints.backend)
         except HintError as error:
             raise _client_error(error) from None
+        return hints
 
     def segments(self, engine_input: Mapping[str, Any], hints: Hints) -> tuple[int, ...]:
         """Segment lengths of a prompt of token ids."""

@@ -48,8 +48,13 @@ class VllmKVAccess:
         self.head_dim = int(first.head_size)
         self.page_size = cache.shape[-2]
         self._check_alike()
-        self._k, self._v = self._learn()
-        self._self_test()
+        try:
+            self._k, self._v = self._learn()
+            self._self_test()
+        except UnsupportedLayout:
+            raise
+        except Exception as error:  # whatever the attention backend raises
+            raise UnsupportedLayout(f"rows cannot be written to the KV cache: {error}") from error
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See KVAccess.read."""
