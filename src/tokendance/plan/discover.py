@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tokendance.plan.match import WINDOW, Match, Tokens, common_runs
-from tokendance.plan.ticket import Ticket, common_prefix
+from tokendance.plan.ticket import State, Ticket, common_prefix
 from tokendance.types import RequestId, SegmentKey, Span
 
 MIN_RUN = 2 * WINDOW
 """Shorter texts are found in too many places by chance (a greeting, a line of a template)."""
+
+MAX_LOOKS = 8
+"""Prompts that one prompt is compared with; the first nearly always serves."""
 
 Key = Callable[[Sequence[int]], SegmentKey]
 """Content address of token ids, see prompt.segments.SegmentKeys.key."""
@@ -26,6 +29,7 @@ Key = Callable[[Sequence[int]], SegmentKey]
 
 @dataclass(slots=True)
 class _Seen:
+    turn: int
     salt: str
     ticket: Ticket
     tokens: Tokens
@@ -35,6 +39,7 @@ class Discovery:
     """Prompts whose text may stand in others, per tenant."""
 
     def __init__(self) -> None:
+        self._turn = 0
         self._seen: dict[RequestId, _Seen] = {}
         self._holders: dict[tuple[str, int], set[RequestId]] = {}
 
@@ -42,7 +47,8 @@ class Discovery:
         return len(self._seen)
 
     def add(self, salt: str, ticket: Ticket, tokens: Tokens) -> None:
-        self._seen[ticket.request_id] = _Seen(salt, ticket, tokens)
+        self._turn += 1
+        self._seen[ticket.request_id] = _Seen(self._turn, salt, ticket, tokens)
         for mark in tokens.fingerprints:
             self._holders.setdefault((salt, mark), set()).add(ticket.request_id)
 
@@ -66,17 +72,21 @@ class Discovery:
     def find(
         self, salt: str, ticket: Ticket, tokens: Tokens, minimum: int
     ) -> tuple[Ticket, list[Match]] | None:
-        """The prompt that shares most with this one behind their common beginning, and where.
+        """A prompt that shares much with this one behind their common beginning, and where.
 
-        None if that is less than `minimum` tokens.
+        None if nobody shares `minimum` tokens. Of those that share nearly as much as the best, the
+        first that came is taken: a round's prompts are then all cut against the same one.
         """
         votes = Counter(
             request_id
             for mark in tokens.fingerprints
             for request_id in self._holders.get((salt, mark), ())
         )
-        for request_id, _ in votes.most_common(4):
-            other = self._seen[request_id]
+        best = max(votes.values(), default=0)
+        alike = (self._seen[request_id] for request_id, count in votes.items() if 2 * count >= best)
+        for other in sorted(alike, key=lambda seen: seen.turn)[:MAX_LOOKS]:
+            if other.ticket.state is not State.WAITING and not other.ticket.computed():
+                continue  # its pages are gone
             prefix = common_prefix(ticket.token_ids, other.ticket.token_ids)
             runs = common_runs(tokens, other.tokens, MIN_RUN, start=prefix)
             held = other.ticket.end  # the last row is never there to be taken
