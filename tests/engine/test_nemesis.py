@@ -28,6 +28,8 @@ from small_engine import (  # noqa: E402
     words,
 )
 
+from tokendance.plan.reuse_plan import PlanError  # noqa: E402
+
 Start = Callable[..., AbstractContextManager[Engine]]
 
 OPTIONS = {"min_shared_tokens": 16, "round_timeout_ms": 200.0, "linger_ms": 20.0}
@@ -331,6 +333,21 @@ class TestFailures:
             engine.step()
             monkeypatch.undo()
             outputs = engine.answers(names)
+        check_all_exact(engine, outputs)
+
+    def test_an_unsound_plan_reuses_nothing(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(plan: Any, page_size: int) -> None:
+            raise PlanError("a bug in the planner")
+
+        with unaudited(engine):
+            monkeypatch.setattr("tokendance.engines.vllm.scheduler_side.check_plan", refuse)
+            outputs = engine.answers(send(engine, make_round(17, 3)))
+            monkeypatch.undo()
+            counted = engine.counters()
+        assert counted["tokendance:pass_failures_total/PlanError"] == 1
+        assert all(outcome(output)["reason"] == "a bug in the planner" for output in outputs)
         check_all_exact(engine, outputs)
 
 

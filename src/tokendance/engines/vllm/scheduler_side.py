@@ -12,17 +12,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from tokendance.config import Config
 from tokendance.engines.vllm.messages import Ran
 from tokendance.engines.vllm.metrics import DECLINED, REQUESTS, TokenDanceStats
 from tokendance.plan.kept import Held
-from tokendance.plan.reuse_plan import Member, ReusePlan, check_plan
+from tokendance.plan.reuse_plan import Member, PlanError, ReusePlan, check_plan
 from tokendance.plan.roundbook import Budget, RoundBook, Verdict
 from tokendance.plan.ticket import Ticket
 from tokendance.prompt.segments import SegmentKeys
 from tokendance.types import AgentId, RequestId
+
+logger = init_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -69,6 +72,8 @@ class SchedulerSide:
         self._claimed: set[str] = set()  # collective verdicts of this step
         self._in_flight: dict[str, Any] = {}  # ordinary prefills whose pages fill up in this step
         self._running: dict[str, Any] = {}
+        self._hits: dict[str, int] = {}  # prefix hits of requests that wait, in rows
+        self._fresh: set[int] = set()  # pages given out in this step
         self._outcomes: dict[str, Outcome] = {}
         self._stats = TokenDanceStats()
 
@@ -124,6 +129,7 @@ class SchedulerSide:
         """Rows beyond `cached` that a pass will fill; 0 for the ordinary path, None to wait."""
         request_id = RequestId(request.request_id)
         self._claimed.discard(request_id)
+        self._hits[request_id] = cached
         if request_id not in self._book:
             return 0
         if request.num_preemptions > 0:  # output tokens count as prompt now: compute it plainly
@@ -147,19 +153,21 @@ class SchedulerSide:
         self._running[request_id] = request
         collective = request_id in self._claimed and external > 0
         self._claimed.discard(request_id)
+        blocks = tuple(block_ids)
+        self._fresh.update(blocks[self._hits.pop(request_id, 0) // self._block_size :])
         if not collective:
             self._in_flight[request_id] = request
         if request_id in self._book and request.num_preemptions == 0:
-            self._book.admitted(request_id, tuple(block_ids), collective)
+            self._book.admitted(request_id, blocks, collective)
 
     def plans(self, scheduler_output: Any) -> tuple[ReusePlan, ...]:
         """End of a scheduling step: what the worker has to do in it."""
         for request_id in scheduler_output.preempted_req_ids or ():
             self._running.pop(request_id, None)
             self._in_flight.pop(request_id, None)
-        plans = tuple(self._book.end_step(self._blocks))
+        plans = tuple(self._sound(plan) for plan in self._book.end_step(self._blocks))
+        self._fresh.clear()
         for plan in plans:
-            check_plan(plan, self._block_size)
             self._record(plan)
         self._in_flight = {
             request_id: request
@@ -182,6 +190,7 @@ class SchedulerSide:
         request_id = RequestId(request.request_id)
         self._running.pop(request_id, None)
         self._in_flight.pop(request_id, None)
+        self._hits.pop(request_id, None)
         outcome = self._outcomes.pop(request_id, None)
         if outcome is None:
             return None
@@ -214,9 +223,22 @@ class SchedulerSide:
         blocks, hashes = blocks[:full], hashes[:full]
 
         def stand() -> bool:
-            return all(pool[block].block_hash == known for block, known in zip(blocks, hashes))
+            # Pages given out in this step have their hashes already, but not yet their K/V.
+            same = all(pool[block].block_hash == known for block, known in zip(blocks, hashes))
+            return same and self._fresh.isdisjoint(blocks)
 
         self._book.retire(request_id, Held(full * self._block_size, blocks, stand))
+
+    def _sound(self, plan: ReusePlan) -> ReusePlan:
+        """The plan, or one that reuses nothing if it breaks its contract."""
+        try:
+            check_plan(plan, self._block_size)
+        except PlanError as error:
+            logger.exception("A plan is unsound; its requests are computed without reuse.")
+            self._stats.count_failure(type(error).__name__)
+            members = (replace(m, copies=(), reason=str(error)) for m in plan.members)
+            return replace(plan, members=tuple(members))
+        return plan
 
     def _budget(self) -> Budget:
         pool = self._manager.block_pool
