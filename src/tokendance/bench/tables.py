@@ -130,7 +130,8 @@ def _overhead(results: Path) -> Iterator[str]:
         run = _load(path)
         yield (
             f"**Requests that share nothing** cost {_range(run['cpu_ratio'], 3)} times the CPU of "
-            f"plain vLLM (`{run['command']}`, medians of {run['repetitions']}).\n"
+            f"plain vLLM (`{run['command']}`, median of {run['repetitions']}, range in brackets: "
+            "what is measured there is the machine's noise).\n"
         )
 
 
