@@ -12,7 +12,7 @@ The row `end` (the last prompt token) is left to the engine, which samples from 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tokendance.types import AgentId, RequestId, RoundId, Rows, Source, subtract_rows
@@ -95,7 +95,6 @@ class ReusePlan:
     members: tuple[Member, ...]
     tables: tuple[PageTable, ...]
     leader: int | None = None
-    labels: dict[str, str] = field(default_factory=dict)
 
     @property
     def computed_rows(self) -> int:

@@ -64,7 +64,7 @@ class SchedulerSide:
         self.disabled = ""
         self._config = config
         self._block_size = block_size
-        self._pass_rows = config.pass_tokens or pass_rows
+        self._pass_rows = pass_rows
         self._max_requests = max_requests
         self._identity = identity
         self._book = RoundBook(config)
