@@ -6,7 +6,8 @@ import pytest
 from plan_engine import A, B, C, engine_of, enter, members, private, prompt, roles, text
 
 from tokendance.config import Config
-from tokendance.plan.roundbook import LEADER_PATIENCE_S
+from tokendance.plan.roundbook import LEADER_PATIENCE_S, Budget, Verdict
+from tokendance.types import RequestId
 
 
 def test_a_complete_round_starts_in_one_step_leader_first() -> None:
@@ -30,6 +31,22 @@ def test_missing_members_hold_a_round_until_its_deadline(size: int) -> None:
     engine.now = 0.5
     (plan,) = engine.step()
     assert len(plan.members) == 2
+
+
+def test_a_deadline_that_passes_within_a_step_parts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    for who in range(3):
+        enter(engine, who, 50)
+    verdict = engine.book.verdict
+
+    def slowly(request: RequestId, cached: int, budget: Budget, now: float) -> Verdict:
+        engine.now += 0.2
+        return verdict(request, cached, budget, engine.now)
+
+    monkeypatch.setattr(engine.book, "verdict", slowly)
+    assert engine.step() == ()
+    (plan,) = engine.step()
+    assert len(plan.members) == 3
 
 
 def test_a_round_of_one_is_an_ordinary_request() -> None:

@@ -242,15 +242,16 @@ class RoundBook:
         if ticket.state is not State.WAITING:  # comes back after a preemption
             return Verdict.ORDINARY
         ticket.cached = cached
-        if not round_.running:
-            if now < round_.deadline:
-                return Verdict.WAIT
-            round_.running = True
         asked_first = round_.wave_step != self._step
+        round_.wave_step = self._step
+        # Only here: those who were told to wait a moment ago would miss the start of the others.
+        if asked_first and now >= round_.deadline:
+            round_.running = True
+        if not round_.running:
+            return Verdict.WAIT
         round_.turn += asked_first
         ticket.polled = round_.turn
         if asked_first:
-            round_.wave_step = self._step
             self._page_size = budget.page_size
             round_.wave = self._next_wave(round_, budget, now)
         if request_id not in round_.wave:
