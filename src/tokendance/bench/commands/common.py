@@ -1,0 +1,53 @@
+"""What the subcommands of `tokendance bench` share: where traces are, results go, and errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path("benchmarks/results")
+WORKLOADS = Path("benchmarks/workloads/small")
+
+
+class BenchError(RuntimeError):
+    """A measurement that cannot be started; the text says what to do."""
+
+
+def workloads(size: str = "small") -> Path:
+    """The folder of the traces, from the working directory or from a source checkout."""
+    here = WORKLOADS.with_name(size)
+    checkout = Path(__file__).resolve().parents[4] / here
+    return here if here.exists() or not checkout.exists() else checkout
+
+
+def need_model(folder: Path) -> None:
+    """Raise BenchError unless the folder holds a model."""
+    if not (folder / "config.json").exists():
+        raise BenchError(f"there is no model in {folder}; `tokendance model` makes one")
+
+
+def shown_command(name: str) -> str:
+    """The command as it was typed, with paths cut to their last part; --resume says nothing about
+    the result."""
+    typed = (Path(a).name if os.path.isabs(a) else a for a in sys.argv[3:])
+    return shlex.join(["tokendance", "bench", name, *(a for a in typed if a != "--resume")])
+
+
+def write_result(path: Path, command: str, measured: Mapping[str, Any]) -> None:
+    """Write a result with the machine, the versions and the command beside the figures."""
+    from tokendance.bench.machine import about
+
+    result = {**about([""]), "command": command, **measured}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {path}")
+
+
+def say(text: str) -> None:
+    """Progress, kept apart from the output."""
+    print(text, file=sys.stderr, flush=True)
