@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         cases = list(_cases(args, Path(scratch), HFTokenizer(args.model)))
         lines = run_cases(cases, Model.load(args.model), partial, say)
-    result = {
+    result: dict[str, Any] = {
         "settings": settings,
         "summary": summary(lines),
         "rows": [{k: v for k, v in line.items() if k != "key"} for line in lines],
