@@ -12,7 +12,8 @@ import tiny
 import torch
 
 from tokendance.bench import backends
-from tokendance.bench.backends import Case, Method, changed_blocks, closeness, first_tokens
+from tokendance.bench.backends import Case, Method, changed_blocks, closeness
+from tokendance.bench.roundbench import first_tokens
 from tokendance.bench.rounds import PAGE, LastRound, donor_plan, last_round, leader_plan
 from tokendance.bench.town import HISTORY_TOKENS, SEGMENT_TOKENS, SEGMENTS, sentences, write_town
 from tokendance.bench.trace import Trace, TraceError

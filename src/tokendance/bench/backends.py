@@ -8,55 +8,32 @@ compared with what the machine did a moment ago.
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from tokendance.bench.measure import kl_divergence
-from tokendance.bench.rounds import PAGE, LastRound, donor_plan, leader_plan
-from tokendance.engines.reference.engine import ReferenceEngine, Stream
+from tokendance.bench.partial import append_line, read_lines
+from tokendance.bench.roundbench import LOCK_STEP, PLAIN, REGION, SERIAL, Method, RoundBench
+from tokendance.bench.rounds import LastRound
 from tokendance.engines.reference.model import Model
 from tokendance.plan.reuse_plan import ReusePlan
-from tokendance.reuse.base import LayerEngine
-from tokendance.reuse.collective import PassOutcome, run_pass, run_serial
-from tokendance.reuse.recovery import Recovery, create
+from tokendance.reuse.collective import PassOutcome
 from tokendance.types import RequestId, Rows
 
 RATIOS = (0.0, 0.05, 0.15, 0.30)
 CONTINUATION = 30
 BLOCK = 32
 BASELINE_EVERY = 8
-MAX_ROWS = 16384
 
 Say = Callable[[str], None]
 
-
-class Method(NamedTuple):
-    """What a cell runs. source: whose K/V is taken, "leader" or "donors"."""
-
-    backend: str
-    source: str
-    ratio: float
-    serial: bool = False
-
-    @property
-    def name(self) -> str:
-        serial = "serial " if self.serial else ""
-        return f"{serial}{self.backend} {self.ratio:.0%} ({self.source})"
-
-
-PLAIN = Method("plain", "none", 1.0)
-SERIAL = Method("cacheblend", "donors", 0.15, serial=True)
-REGION = Method("region", "leader", 0.0)
-LOCK_STEP = Method("cacheblend", "donors", 0.15)
 
 # Region and naive compute nothing again, so they have no ratio; LegoLink at 0 % is naive.
 METHODS = (
@@ -118,32 +95,17 @@ def run_cases(
     return [done[key] for key in keys]
 
 
-def read_lines(partial: Path) -> list[dict[str, Any]]:
-    """The complete lines of a partial file; one that was cut off is left out."""
-    if not partial.exists():
-        return []
-    text = partial.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def append_line(partial: Path, line: dict[str, Any]) -> None:
-    lines = [*read_lines(partial), line]
-    scratch = partial.with_name(partial.name + ".new")
-    scratch.write_text("".join(json.dumps(item) + "\n" for item in lines), encoding="utf-8")
-    os.replace(scratch, partial)
-
-
 def _run_case(case: Case, methods: Sequence[Method], model: Model) -> Iterator[dict[str, Any]]:
     round_ = case.load()
-    with _Bench(round_, model) as bench:
-        exact = bench.run(PLAIN)
+    with RoundBench(round_, model, CONTINUATION) as bench:
+        exact = _run(bench, PLAIN)
         plain_s = exact.cpu_s
         for count, method in enumerate(methods):
             if count % BASELINE_EVERY == 0:
                 if count:
-                    plain_s = bench.run(PLAIN).cpu_s
-                serial = bench.run(SERIAL)
-            measured = serial if method is SERIAL else bench.run(method)
+                    plain_s = _run(bench, PLAIN).cpu_s
+                serial = _run(bench, SERIAL)
+            measured = serial if method is SERIAL else _run(bench, method)
             yield {
                 "key": case.key(method),
                 "backend": method.backend + ("-serial" if method.serial else ""),
@@ -152,7 +114,7 @@ def _run_case(case: Case, methods: Sequence[Method], model: Model) -> Iterator[d
                 "trace": case.trace,
                 "agents": len(round_.prompts),
                 **closeness(exact.logits, measured.logits),
-                **bench.counts(method, measured.outcome),
+                **_counts(bench, method, measured.outcome),
                 "cpu_s": round(measured.cpu_s, 3),
                 "plain_cpu_s": round(plain_s, 3),
                 "serial_cpu_s": round(serial.cpu_s, 3),
@@ -161,89 +123,25 @@ def _run_case(case: Case, methods: Sequence[Method], model: Model) -> Iterator[d
             }
 
 
-class _Bench:
-    """One round on an engine with just the pages it needs; histories and donors are computed."""
-
-    def __init__(self, round_: LastRound, model: Model) -> None:
-        self.round = round_
-        rows = [len(p.ids) + CONTINUATION for p in (*round_.prompts, *round_.donors)]
-        pages = sum(-(-count // PAGE) for count in rows)
-        self.engine = ReferenceEngine(model, num_pages=pages, page_size=PAGE)
-
-    def __enter__(self) -> _Bench:
-        prompts = [p.ids for p in (*self.round.prompts, *self.round.donors)]
-        self._open = self.engine.streams(prompts, room=CONTINUATION)
-        streams = self._open.__enter__()
-        self.streams = streams[: len(self.round.prompts)]
-        donors = streams[len(self.round.prompts) :]
-        for stream, cached in zip(self.streams, self.round.cached):
-            if cached:
-                self.engine.hidden(self.engine.batch([(stream, [Rows(0, cached)])]))
-        for stream in donors:
-            self.engine.prefill([stream])
-        pages = [stream.blocks for stream in self.streams]
-        self.plans = {
-            "leader": leader_plan(self.round, pages),
-            "donors": donor_plan(self.round, pages, [stream.blocks for stream in donors]),
-        }
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.__exit__(None, None, None)
-
-    def run(self, method: Method) -> Measured:
-        """Fill the rows of every agent by one method, timed; then score the stored answers."""
-        for stream, prompt, cached in zip(self.streams, self.round.prompts, self.round.cached):
-            stream.token_ids[:] = prompt.ids
-            stream.filled = cached
-        outcome = None
-        started = time.process_time()
-        if method is not PLAIN:
-            plan = self.plans[method.source]
-            runner = run_serial if method.serial else run_pass
-            backends = [self.backend(method)] * len(plan.members)
-            outcome = runner(cast(LayerEngine, self.engine), plan, MAX_ROWS, backends)
-            for stream, member in zip(self.streams, plan.members):
-                stream.filled = member.end
-        groups = [[s] for s in self.streams] if method.serial else [self.streams]
-        ends = torch.cat([self.engine.prefill(group) for group in groups])
-        cpu_s = time.process_time() - started
-        followers = zip(self.streams[1:], ends[1:], self.round.prompts[1:])
-        return Measured(cpu_s, [self._score(s, e, p.output) for s, e, p in followers], outcome)
-
-    def _score(self, stream: Stream, end: torch.Tensor, answer: tuple[int, ...]) -> np.ndarray:
-        forced = answer[:CONTINUATION]
-        logits: np.ndarray = torch.cat((end[None], self.engine.score(stream, forced))).numpy()
-        return logits
-
-    def backend(self, method: Method) -> Recovery:
-        if method.backend == "cacheblend":
-            return create("cacheblend", {"ratio": method.ratio})
-        if method.backend == "legolink":
-            plan = self.plans[method.source]
-            return create("legolink", {"tokens": first_tokens(plan, method.ratio)})
-        return create(method.backend)
-
-    def counts(self, method: Method, outcome: PassOutcome | None) -> dict[str, float]:
-        """rows: computed in all layers, per agent; checked_rows: below the check layer only."""
-        assert outcome is not None
-        agents = len(self.streams)
-        return {
-            "rows": round(outcome.computed_rows / agents, 1),
-            "checked_rows": round(outcome.checked_rows / agents, 1),
-            "changed_blocks": round(changed_blocks(self.plans[method.source], outcome), 4),
-        }
+def _run(bench: RoundBench, method: Method) -> Measured:
+    """Fill the round by a method, timed; then score the followers' stored answers."""
+    filled = bench.fill(method)
+    logits = []
+    for stream, end, prompt in list(zip(bench.streams, filled.ends, bench.round.prompts))[1:]:
+        forced = bench.engine.score(stream, prompt.output[:CONTINUATION])
+        logits.append(torch.cat((end[None], forced)).numpy())
+    return Measured(filled.cpu_s, logits, filled.outcome)
 
 
-def first_tokens(plan: ReusePlan, ratio: float) -> int:
-    """The most first tokens of each inexact copied piece that stay within `ratio` of their rows."""
-    lengths = [c.length for m in plan.members for c in m.copies if not c.exact]
-    tokens = 0
-    while sum(min(n, tokens + 1) for n in lengths) <= ratio * sum(lengths) and tokens < max(
-        lengths
-    ):
-        tokens += 1
-    return tokens
+def _counts(bench: RoundBench, method: Method, outcome: PassOutcome | None) -> dict[str, float]:
+    """rows: computed in all layers, per agent; checked_rows: below the check layer only."""
+    assert outcome is not None
+    agents = len(bench.streams)
+    return {
+        "rows": round(outcome.computed_rows / agents, 1),
+        "checked_rows": round(outcome.checked_rows / agents, 1),
+        "changed_blocks": round(changed_blocks(bench.plans[method.source], outcome), 4),
+    }
 
 
 def changed_blocks(plan: ReusePlan, outcome: PassOutcome) -> float:

@@ -7,6 +7,7 @@ import importlib
 import sys
 
 from tokendance.bench.commands.common import BenchError
+from tokendance.bench.partial import OtherSettings
 from tokendance.bench.trace import TraceError
 
 COMMANDS = ("prefill", "overhead", "backends")
@@ -24,6 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     try:
         return int(args.command(args))
-    except (TraceError, BenchError) as error:
+    except (TraceError, BenchError, OtherSettings) as error:
         print(f"tokendance bench: {error}", file=sys.stderr)
         return 1

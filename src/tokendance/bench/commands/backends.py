@@ -7,7 +7,6 @@ kept beside the result; with --resume an interrupted run goes on there.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from tokendance.bench.commands.common import (
     RESULTS,
-    BenchError,
     need_model,
     say,
     shown_command,
     workloads,
     write_result,
 )
+from tokendance.bench.partial import close_partial, open_partial
 from tokendance.cli.model import DEFAULT_FOLDER
 
 if TYPE_CHECKING:
@@ -71,8 +70,7 @@ def run(args: argparse.Namespace) -> int:
     need_model(args.model)
     torch.set_num_threads(args.threads)
     settings = _settings(args)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    partial = _partial(args.out, settings, args.resume)
+    partial = open_partial(args.out, settings, args.resume)
     with tempfile.TemporaryDirectory() as scratch:
         cases = list(_cases(args, Path(scratch), HFTokenizer(args.model)))
         lines = run_cases(cases, Model.load(args.model), partial, say)
@@ -82,8 +80,7 @@ def run(args: argparse.Namespace) -> int:
         "rows": [{k: v for k, v in line.items() if k != "key"} for line in lines],
     }
     write_result(args.out, shown_command("backends"), result)
-    partial.unlink()
-    partial.with_suffix(".settings").unlink()
+    close_partial(partial)
     _print(result["summary"])
     return 0
 
@@ -106,18 +103,6 @@ def _traces(args: argparse.Namespace) -> list[Path]:
     if args.trace:
         return list(args.trace)
     return [] if args.quick else [workloads() / f"{name}.jsonl" for name in TRACES]
-
-
-def _partial(out: Path, settings: dict[str, Any], resume: bool) -> Path:
-    """The file of finished cells; emptied unless it is to be resumed. Raises BenchError."""
-    partial, beside = out.with_suffix(".partial"), out.with_suffix(".settings")
-    if resume and partial.exists() and beside.exists():
-        if json.loads(beside.read_text()) != settings:
-            raise BenchError(f"{partial} was made with other settings; run without --resume")
-        return partial
-    partial.unlink(missing_ok=True)
-    beside.write_text(json.dumps(settings))
-    return partial
 
 
 def _cases(args: argparse.Namespace, folder: Path, tokenizer: HFTokenizer) -> Iterator[Case]:
