@@ -34,15 +34,7 @@ from tokendance.store.blocks import BLOCK, keep_rows, row_bytes, rows_index
 from tokendance.store.custody import Custody
 from tokendance.store.family import Layout, confirm, disjoint, inherited, layouts
 from tokendance.store.lower import Lower
-from tokendance.store.mirror import (
-    Dense,
-    Entry,
-    Mirror,
-    Piece,
-    Span,
-    mirror_pieces,
-    own_runs,
-)
+from tokendance.store.mirror import Dense, Entry, Mirror, Piece, Span, mirror_pieces, own_runs
 from tokendance.store.records import Record, kind_of
 from tokendance.store.similarity import agreement, common_prefix
 from tokendance.store.tiers.base import Reason, TierQueue
@@ -51,8 +43,8 @@ from tokendance.types import RequestId, Rows, SessionId
 
 MIN_SAVING = 0.1
 """A mirror that saves less than this share of its dense size is stored dense (M16): it would hold
-on to a master for nothing. `python -m tokendance.bench.restore --sweep` shows that a mirror
-restores as fast as a dense entry at every share, so only bytes decide."""
+on to a master for nothing. `tokendance bench restore --sweep` shows that a mirror restores as fast
+as a dense entry at every share, so only bytes decide."""
 
 
 class Basis(NamedTuple):
@@ -246,17 +238,21 @@ class Store:
                 return self._keep(known, cache)
             if known.leases:
                 return Kept(cache.request_id, None, "", 0, "the entry to replace is being read")
-            self._custody.drop(known)
+            known.clock = self._custody.clock  # it stays until there is room for the better one
         if layout is None:
-            basis = self._search(cache, tokens, exact)
+            basis = self._search(key, cache, tokens, exact)
         else:
-            basis = self._planned(layout, cache, tokens, exact)
+            basis = self._planned(key, layout, cache, tokens, exact)
         rows = _rows_to_keep(cache, basis)
         nbytes = tokens.nbytes + row_bytes(cache, self._int8, *map(len, rows))
         if basis is not None:
             basis.master.clock = self._custody.clock
-        if not self._custody.make_room(nbytes, leaving):
+        # A master leaves rows to its mirrors, so that what it frees is not known beforehand.
+        freed = known.entry.nbytes if known is not None and not known.mirrors else 0
+        if not self._custody.make_room(nbytes - freed, leaving):
             return Kept(cache.request_id, None, "", 0, "the byte budget is full")
+        if known is not None:
+            self._custody.drop(known)
         record = Record(self._build(key, tokens, cache, exact, basis, rows), tenant_of(cache.salt))
         record.cached = layout.cached if layout is not None else 0
         self._custody.add(record)
@@ -292,14 +288,16 @@ class Store:
         record = self._custody.record_of(request_id)
         return record is not None and isinstance(record.entry, Dense)
 
-    def _planned(self, layout: Layout, cache: Cache, tokens: Tokens, exact: int) -> Basis | None:
+    def _planned(
+        self, key: EntryKey, layout: Layout, cache: Cache, tokens: Tokens, exact: int
+    ) -> Basis | None:
         """The mirror that the plan describes; None if it does not pay (M16) or cannot be had."""
         record = self._custody.record_of(layout.master)
         if record is None or record.tenant != tenant_of(cache.salt):
             return None
-        if not isinstance(record.entry, Dense):
+        if not isinstance(record.entry, Dense) or record.entry.key == key:
             return None
-        wanted = [*layout.spans, *self._inherited(layout, cache, tokens, record)]
+        wanted = [*layout.spans, *self._inherited(key, layout, cache, tokens, record)]
         spans = confirm(disjoint(wanted), tokens, record.entry.tokens.numpy())
         if not self._pays(sum(s.length for s in spans), cache.rows):
             return None
@@ -307,25 +305,25 @@ class Store:
         return Basis(record, pieces, pieces, _mirror_exact(pieces, record.entry, exact))
 
     def _inherited(
-        self, layout: Layout, cache: Cache, tokens: Tokens, master: Record
+        self, key: EntryKey, layout: Layout, cache: Cache, tokens: Tokens, master: Record
     ) -> Iterable[Span]:
         """Rows of the mirror's cached prefix that its last entry shared with the master's last one.
         The owners' newest entries are still the last round's, until all of a family is put."""
-        before = self._newest(cache.owner)
+        before = self._newest(cache.owner, key)
         (lead,) = master.owners if len(master.owners) == 1 else (None,)
-        lead_before = self._newest(lead) if lead is not None else None
+        lead_before = self._newest(lead, key) if lead is not None else None
         if not isinstance(before, Mirror) or not isinstance(lead_before, Dense):
             return ()
         cached = min(layout.cached, common_prefix(tokens, before.tokens.numpy()))
         new, old = master.entry.tokens.numpy(), lead_before.tokens.numpy()
         return inherited(before, cached, lead_before, min(master.cached, common_prefix(new, old)))
 
-    def _newest(self, owner: Owner) -> Entry | None:
-        key = self._custody.ledger.latest(owner)
-        record = self._custody.record(key) if key is not None else None
+    def _newest(self, owner: Owner, but: EntryKey) -> Entry | None:
+        keys = [key for key in self._custody.ledger.history(owner) if key != but]
+        record = self._custody.record(keys[-1]) if keys else None
         return record.entry if record is not None else None
 
-    def _search(self, cache: Cache, tokens: Tokens, exact: int) -> Basis | None:
+    def _search(self, own: EntryKey, cache: Cache, tokens: Tokens, exact: int) -> Basis | None:
         """A master by token similarity, and what K and V really have in common with it. A cache
         that is exact throughout is only ever compared bit for bit."""
         index = self._custody.indexes.get(tenant_of(cache.salt))
@@ -335,7 +333,7 @@ class Store:
         for key, rows in index.candidates(tokens):
             record = self._custody.ledger.by_key[key]
             master = record.entry
-            if not isinstance(master, Dense) or not self._pays(rows, cache.rows):
+            if key == own or not isinstance(master, Dense) or not self._pays(rows, cache.rows):
                 continue
             spans = [Span(m.start, m.length, m.entry_start) for m in index.matches(tokens, key)]
             same = agreement(cache, master, spans, tolerance, self._block, self._rotary)
