@@ -144,8 +144,8 @@ def bench_overhead(
         "tokens": tokens,
         "threads": threads,
         "repetitions": repeat,
-        "cpu_ratio": _spread([r["cpu_ratio"] for r in rows]),
-        "wall_ratio": _spread([r["wall_ratio"] for r in rows]),
+        "cpu_ratio": spread([r["cpu_ratio"] for r in rows]),
+        "wall_ratio": spread([r["wall_ratio"] for r in rows]),
         "rows": rows,
     }
 
@@ -181,10 +181,11 @@ def _row(results: dict[bool, RoundResult]) -> dict[str, Any]:
 
 def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     names = ("cpu_ratio", "wall_ratio", "kl_mean", "kl_max", "plain_cpu_s", "cpu_s")
-    return {name: _spread([row[name] for row in rows]) for name in names}
+    return {name: spread([row[name] for row in rows]) for name in names}
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, minimum and maximum."""
     return {
         "median": round(statistics.median(values), 4),
         "min": round(min(values), 4),

@@ -10,7 +10,7 @@ from tokendance.bench.commands.common import BenchError
 from tokendance.bench.partial import OtherSettings
 from tokendance.bench.trace import TraceError
 
-COMMANDS = ("prefill", "overhead", "backends")
+COMMANDS = ("prefill", "overhead", "backends", "collective", "storage", "restore", "churn")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
