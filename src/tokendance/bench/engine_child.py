@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -78,9 +79,10 @@ class Engine:
         )
         self.engine = self.llm.llm_engine
         core: Any = self.engine.engine_core
-        self.pool = core.engine_core.scheduler.kv_cache_manager.block_pool
+        self.scheduler = core.engine_core.scheduler
+        self.pool = self.scheduler.kv_cache_manager.block_pool
         self.connector = settings.tokendance
-        self.peak_pages = 0
+        self.pages = _Pages()
         Teacher.kept = {}
         Teacher.before_step = self._count_pages
 
@@ -100,33 +102,61 @@ class Engine:
         if not self.llm.reset_prefix_cache(reset_connector=self.connector):
             raise RuntimeError("the prefix cache could not be reset; requests are still running")
 
-    def round(self, calls: Sequence[Call], path: str | None, rows: int) -> RoundResult:
+    def round(
+        self, calls: Sequence[Call], path: str | None, rows: int, one_by_one: bool = False
+    ) -> RoundResult:
         Teacher.keep_rows = rows if path else 0
         Teacher.kept = {}
-        self.peak_pages = 0
+        self.pages = _Pages()
         run = _Run(calls)
-        waiting = sorted(calls, key=lambda call: call.arrival_s)
+        waiting = deque(sorted(calls, key=lambda call: call.arrival_s))
+        sent: list[Any] = []
         while waiting or self.engine.has_unfinished_requests():
             while waiting and waiting[0].arrival_s <= run.wall():
-                call = waiting.pop(0)
-                self.engine.add_request(
-                    call.id, {"prompt_token_ids": list(call.prompt)}, _params(call)
-                )
+                if one_by_one and len(run.first) < len(sent):
+                    break
+                sent.append(self._send(waiting.popleft()))
             outputs = self.engine.step()
             for output in outputs:
                 run.note(output)
             if not outputs:
                 time.sleep(IDLE_S)
-        result = run.result(self.peak_pages, path)
+        preemptions = sum(request.num_preemptions for request in sent)
+        result = run.result(self.pages, preemptions, path)
         if path:
             _write(path, [row for call in calls for row in Teacher.kept.get(call.id, ())])
         return result
 
+    def _send(self, call: Call) -> Any:
+        """Hand a call to the engine; its scheduler's own record of it."""
+        self.engine.add_request(call.id, {"prompt_token_ids": list(call.prompt)}, _params(call))
+        return next(reversed(self.scheduler.requests.values()))
+
     def _count_pages(self) -> None:
-        used = (
-            self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()
-        )  # one is the null page
-        self.peak_pages = max(self.peak_pages, used)
+        free = self.pool.get_num_free_blocks()
+        self.pages.note(self.pool.num_gpu_blocks - 1 - free)  # one is the null page
+
+
+class _Pages:
+    """Pages in use during one round."""
+
+    def __init__(self) -> None:
+        self.peak = self._used = 0
+        self._seconds = self._page_seconds = 0.0
+        self._since = time.perf_counter()
+
+    def note(self, used: int) -> None:
+        now = time.perf_counter()
+        if self.peak:  # not before the first request has pages
+            self._seconds += now - self._since
+            self._page_seconds += self._used * (now - self._since)
+        self._used, self._since = used, now
+        self.peak = max(self.peak, used)
+
+    @property
+    def mean(self) -> float:
+        """Over the time from the first step to the last."""
+        return self._page_seconds / self._seconds if self._seconds else float(self.peak)
 
 
 def _dtype(wanted: str) -> str:
@@ -156,6 +186,7 @@ class _Run:
     def __init__(self, calls: Sequence[Call]) -> None:
         self.calls = calls
         self.first: dict[str, float] = {}
+        self.tokens: dict[str, list[float]] = {call.id: [] for call in calls}
         self.last: dict[str, Any] = {}
         self.finish: dict[str, float] = {}
         self.prefill = (0.0, 0.0)
@@ -171,12 +202,14 @@ class _Run:
             self.first[output.request_id] = now[1]
             if len(self.first) == len(self.calls):
                 self.prefill = now
+        times = self.tokens[output.request_id]
+        times.extend([now[1]] * (len(output.outputs[0].token_ids) - len(times)))
         if output.finished:
             self.last[output.request_id] = output
             self.finish[output.request_id] = now[1]
             self.total = now
 
-    def result(self, peak_pages: int, logits: str | None) -> RoundResult:
+    def result(self, pages: _Pages, preemptions: int, logits: str | None) -> RoundResult:
         results, row = [], 0
         for call in self.calls:
             output = self.last[call.id]
@@ -191,6 +224,7 @@ class _Run:
                     cached=output.num_cached_tokens or 0,
                     outcome=output.kv_transfer_params,
                     logits=slice(row, row + kept),
+                    token_s=tuple(self.tokens[call.id]),
                 )
             )
             row += kept
@@ -200,8 +234,10 @@ class _Run:
             prefill_wall_s=self.prefill[1],
             total_cpu_s=self.total[0],
             total_wall_s=self.total[1],
-            peak_pages=peak_pages,
+            peak_pages=pages.peak,
             logits=logits,
+            mean_pages=pages.mean,
+            preemptions=preemptions,
         )
 
 

@@ -31,7 +31,9 @@ class EngineSettings:
     model: folder of the model. dtype: "auto" is bfloat16, or float32 on a CPU that has to emulate
     bfloat16. connector: options of the TokenDance connector, used only with `tokendance`.
     max_model_len: None takes the model's own. kv_cache_gib: memory of the KV cache
-    (on a CPU; on a GPU `memory_share` rules). threads: OpenMP threads.
+    (on a CPU; on a GPU `memory_share` rules). pages: pages of the KV cache that requests may use,
+    instead of as many as fit. offload_gib: host memory of vLLM's own KV offloading, None for none.
+    threads: OpenMP threads.
     """
 
     model: str
@@ -44,11 +46,15 @@ class EngineSettings:
     max_num_seqs: int = 64
     kv_cache_gib: float = 2
     memory_share: float = 0.42
+    pages: int | None = None
+    offload_gib: float | None = None
     threads: int = 1
 
     @property
     def name(self) -> str:
-        return "TokenDance" if self.tokendance else "plain vLLM"
+        if self.tokendance:
+            return "TokenDance"
+        return "plain vLLM" if self.offload_gib is None else "vLLM with KV offloading"
 
     def engine_arguments(self) -> dict[str, Any]:
         """Arguments of vllm.LLM, without the dtype."""
@@ -65,6 +71,10 @@ class EngineSettings:
         }
         if self.max_model_len is not None:
             arguments["max_model_len"] = self.max_model_len
+        if self.pages is not None:
+            arguments["num_gpu_blocks_override"] = self.pages + 1  # one is the null page
+        if self.offload_gib is not None:
+            arguments["kv_offloading_size"] = self.offload_gib
         if self.tokendance:
             arguments["kv_transfer_config"] = {
                 "kv_connector": "TokenDanceConnector",
@@ -109,7 +119,8 @@ class CallResult(NamedTuple):
     """What became of a call. Seconds of wall time since the start of the round.
 
     cached: prompt tokens that the engine did not compute, whatever the reason. outcome: the
-    response's kv_transfer_params. logits: rows of this call in RoundResult.logits.
+    response's kv_transfer_params. logits: rows of this call in RoundResult.logits. token_s: when
+    each token of the answer came.
     """
 
     id: str
@@ -120,6 +131,7 @@ class CallResult(NamedTuple):
     cached: int
     outcome: dict[str, Any] | None
     logits: slice
+    token_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +139,9 @@ class RoundResult:
     """One round on one engine.
 
     prefill_*: until every call has its first token; total_*: until the last answer is complete.
-    cpu_s is process CPU time. peak_pages: most pages of the KV cache in use by live requests.
+    cpu_s is process CPU time. peak_pages, mean_pages: most pages of the KV cache in use by live
+    requests, and their mean over time. preemptions: requests thrown out to make room, and later
+    computed again.
     logits: .npy file [rows, vocab] of the model's logits before sampling, uint16 bf16 bits or
     float32; row 0 of a call belongs to its last prompt token, row i to its i-th forced token.
     """
@@ -139,6 +153,8 @@ class RoundResult:
     total_wall_s: float
     peak_pages: int
     logits: str | None
+    mean_pages: float = 0.0
+    preemptions: int = 0
 
 
 class Ready(NamedTuple):
@@ -179,12 +195,19 @@ class EngineProcess:
         return self._ready
 
     def round(
-        self, calls: Sequence[Call], *, logits: Path | None = None, logit_rows: int = 0
+        self,
+        calls: Sequence[Call],
+        *,
+        logits: Path | None = None,
+        logit_rows: int = 0,
+        one_by_one: bool = False,
     ) -> RoundResult:
         """Run one round to its end. With `logits`, the first `logit_rows` logits of each call are
-        written to that file after the timed part."""
+        written to that file after the timed part. one_by_one: hand a call to the engine only when
+        those before it have their first token; its clock starts at its arrival all the same."""
         self.ready()
-        result: RoundResult = self._ask("round", tuple(calls), logits and str(logits), logit_rows)
+        file = logits and str(logits)
+        result: RoundResult = self._ask("round", tuple(calls), file, logit_rows, one_by_one)
         return result
 
     def reset(self) -> None:
