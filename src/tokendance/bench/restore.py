@@ -1,4 +1,4 @@
-"""Fused against dense restore, and both against a plain copy: `python -m tokendance.bench.restore`.
+"""Fused against dense restore, and both against a plain copy.
 
 A family of one master and N mirrors (a tenth of their rows private, every mirror at another offset)
 goes from the store into shuffled pages. Copy, fused and dense restore take turns within a
@@ -10,31 +10,25 @@ counted by the restorer.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from tokendance.bench.machine import about
 from tokendance.plan.reuse_plan import Copy, Member, PageTable, ReusePlan
 from tokendance.restore import PagedPlanes, Placement, Restorer
-from tokendance.restore.kernels import best, reference
+from tokendance.restore.kernels import best
 from tokendance.restore.kernels.base import Kernel
 from tokendance.reuse.rotary import Rotary
 from tokendance.store import Cache, Identity, Owner, Store
 from tokendance.types import AgentId, RequestId, RoundId, SessionId
 
 PAGE = 16
-MIRRORS = (1, 3, 5, 10, 20)
 SHARES = (0.02, 0.1, 0.3, 0.6, 0.9)
 
 
@@ -165,31 +159,31 @@ def measure(
     }
 
 
-def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
-    args = _arguments(argv)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    layers, heads, dim = args.shape
-    base = Setting(layers, heads, dim, args.rows, args.private, args.int8)
-    kernel = reference.KERNEL if args.kernel == "torch" else best(torch.device("cpu"))
-    cases = [(base, n, False) for n in args.mirrors] + [(base, 9, True)]
-    if args.sweep:
+def bench_restore(
+    base: Setting,
+    mirrors: Sequence[int],
+    repeat: int,
+    say: Callable[[str], None],
+    *,
+    sweep: bool = False,
+    kernel: Kernel | None = None,
+) -> dict[str, Any]:
+    """Every number of mirrors, and nine with their master; sweep: five mirrors at every share."""
+    kernel = kernel or best(torch.device("cpu"))
+    cases = [(base, n, False) for n in mirrors] + [(base, 9, True)]
+    if sweep:
         cases += [(base._replace(private=share), 5, False) for share in SHARES]
     rows = []
-    for setting, mirrors, with_master in cases:
-        rows.append(measure(setting, mirrors, kernel, args.repeat, with_master))
+    for setting, count, with_master in cases:
+        rows.append(measure(setting, count, kernel, repeat, with_master))
         say(_line(rows[-1]))
         gc.collect()
-    result = {
-        **about(["restore", *(sys.argv[1:] if argv is None else argv)]),
+    return {
         "shape": base._asdict(),
         "threads": torch.get_num_threads(),
-        "repetitions": args.repeat,
+        "repetitions": repeat,
         "rows": rows,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -200,22 +194,3 @@ def _line(row: dict[str, Any]) -> str:
         f"{row['cpu_copy_share']:.2f})  loaded {row['loaded_masters']:6.3f} masters "
         f"(<= {row['allowed_masters']:.3f})  {row['kernel']}"
     )
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tokendance.bench.restore", description=__doc__)
-    parser.add_argument("--mirrors", type=int, nargs="+", default=MIRRORS)
-    parser.add_argument("--rows", type=int, default=2048, help="rows of every request")
-    parser.add_argument("--private", type=float, default=0.1, help="share of private rows")
-    parser.add_argument("--shape", type=int, nargs=3, default=(28, 4, 128), metavar=("L", "H", "D"))
-    parser.add_argument("--int8", action="store_true")
-    parser.add_argument("--kernel", choices=("best", "torch"), default="best")
-    parser.add_argument("--threads", type=int, default=0, help="0: what torch uses")
-    parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--sweep", action="store_true", help="also over the private share")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/restore.json"))
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""How small families get, on the layouts of real traces: `python -m tokendance.bench.storage`.
+"""How small families get, on the layouts of real traces.
 
 Every round of a trace is planned by the planner and stored; bytes follow from the layout and the
 model's shape alone, so the K/V is blank and no model runs. Both ratios are given, always with N: of
@@ -12,9 +12,6 @@ the same share as whole blocks.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -24,8 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tokendance.bench.machine import about
-from tokendance.bench.render import HFTokenizer, Prompt, Renderer
+from tokendance.bench.render import Prompt, Renderer, Tokenizer
 from tokendance.bench.trace import Header, Trace
 from tokendance.plan.planner import plan_round
 from tokendance.plan.reuse_plan import Copy, ReusePlan
@@ -203,43 +199,26 @@ def _row(header: Header, method: str, number: int, groups: Sequence[Group]) -> d
     }
 
 
-def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tokendance.bench.storage", description=__doc__)
-    parser.add_argument("traces", nargs="+", type=Path, help="trace files")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="a model folder")
-    parser.add_argument("--shape", type=int, nargs=3, default=(2, 3, 64), metavar=("L", "H", "D"))
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/storage.json"))
-    args = parser.parse_args(argv)
-    shape = Shape(*args.shape)
-    tokenizer = HFTokenizer(args.tokenizer)
+def bench_storage(
+    paths: Sequence[Path], tokenizer: Tokenizer, shape: Shape, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Every method on every trace. Bytes are counted, not timed, so one repetition is exact; the
+    last round of a trace has the full history."""
     rows: list[dict[str, Any]] = []
-    for path in args.traces:
+    for path in paths:
         trace = Trace(path)
         renderer = Renderer(tokenizer, trace.header.render)
         for method in METHODS:
             found = measure(trace, renderer, shape, method)
             rows += found
             if found:
-                last = found[-1]
-                say(
-                    f"{last['trace']:36} {method:7} N={last['agents']:<3} "
-                    f"family {last['family_ratio']:6.2f} (bound {last['bound']:6.2f}) "
-                    f"mirror {last['mirror_ratio']:6.2f}"
-                )
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    result = {
-        **about(["storage", *(sys.argv[1:] if argv is None else argv)]),
-        "shape": shape._asdict(),
-        "block": BLOCK,
-        "repetitions": 1,
-        "spread": 0.0,
-        "note": "bytes are counted, not timed: one repetition is exact; the last round of a trace "
-        "has the full history",
-        "rows": rows,
-    }
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+                say(_line(found[-1]))
+    return {"shape": shape._asdict(), "block": BLOCK, "repetitions": 1, "rows": rows}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['trace']:36} {row['method']:7} N={row['agents']:<3} "
+        f"family {row['family_ratio']:6.2f} (bound {row['bound']:6.2f}) "
+        f"mirror {row['mirror_ratio']:6.2f}"
+    )

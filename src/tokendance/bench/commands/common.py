@@ -39,10 +39,10 @@ def shown_command(name: str) -> str:
 
 
 def write_result(path: Path, command: str, measured: Mapping[str, Any]) -> None:
-    """Write a result with the machine, the versions and the command beside the figures."""
+    """Write a result with day, machine, versions and command beside the figures."""
     from tokendance.bench.machine import about
 
-    result = {**about([""]), "command": command, **measured}
+    result = {**about(), "command": command, **measured}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"written to {path}")

@@ -1,6 +1,6 @@
 """The fast CPU kernel: place.cpp, compiled on first use with the machine's own compiler.
 
-One pass over memory instead of four or five: `python -m tokendance.bench.restore` prints both.
+One pass over memory instead of four or five: `tokendance bench restore` prints both.
 Without a compiler, or for tensors it does not take, the torch kernel runs instead.
 """
 

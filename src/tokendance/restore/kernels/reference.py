@@ -8,7 +8,7 @@ from tokendance.restore.kernels.base import Kernel, Rows, Slots, Turn
 
 _CHUNK = 512
 """Rows at a time, so that a chunk's float32 copy stays in cache: 1.4x over one piece for 2048 rows
-of 4 x 128 on one AVX2 core; 64 to 4096 were tried, `tokendance.bench.restore --kernel torch`."""
+of 4 x 128 on one AVX2 core; 64 to 4096 were tried, `tokendance bench restore --kernel torch`."""
 
 
 def gather(rows: Rows, source: torch.Tensor) -> torch.Tensor:
