@@ -41,7 +41,7 @@ class Shape:
 
     history: int = 128
     blocks: int = 8
-    block: int = 64
+    block: int = 48
     task: int = 12
 
     @property

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeat", type=int, default=3, help="counted repetitions; default: %(default)s")
     add("--history", type=int, default=128, help="tokens in the cache; default: %(default)s")
     add("--blocks", type=int, default=8, help="shared texts; default: %(default)s")
-    add("--block", type=int, default=64, help="tokens of each; default: %(default)s")
+    add("--block", type=int, default=48, help="tokens of each; default: %(default)s")
     add("--threads", type=int, default=1, help="default: %(default)s")
     add("--seed", type=int, default=0, help="default: %(default)s")
     add("--resume", action="store_true", help="go on with an interrupted run")
