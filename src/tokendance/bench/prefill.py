@@ -39,9 +39,13 @@ class RoundShape:
 class Words:
     """Token ids of real text, cut anew for every round."""
 
-    def __init__(self, ids: Sequence[int], seed: int) -> None:
+    def __init__(self, ids: Sequence[int], seed: int | str) -> None:
         self._ids = ids
         self._random = random.Random(seed)
+
+    def reseeded(self, seed: str) -> Words:
+        """The same text, cut in another way."""
+        return Words(self._ids, seed)
 
     def take(self, count: int) -> tuple[int, ...]:
         start = self._random.randrange(len(self._ids) - count)

@@ -10,7 +10,17 @@ from tokendance.bench.commands.common import BenchError
 from tokendance.bench.partial import OtherSettings
 from tokendance.bench.trace import TraceError
 
-COMMANDS = ("prefill", "overhead", "backends", "collective", "storage", "restore", "churn")
+COMMANDS = (
+    "prefill",
+    "overhead",
+    "backends",
+    "collective",
+    "storage",
+    "restore",
+    "churn",
+    "capacity",
+    "similarity",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
