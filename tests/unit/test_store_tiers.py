@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fsspec.core import url_to_fs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_world import IDENTITY, World, make_round, restored
@@ -24,7 +25,37 @@ from tokendance.store import EntryKey, Identity, Mirror, Store
 from tokendance.store.tiers import disk
 from tokendance.store.tiers.base import Blob, Loaded, Reason, TierQueue
 from tokendance.store.tiers.disk import DiskTier
+from tokendance.store.tiers.remote import RemoteTier
 from tokendance.types import SessionId
+
+
+class Medium:
+    """Where a tier keeps its blobs: what it opens, and the files behind its back."""
+
+    def __init__(self, kind: str, root: Path) -> None:
+        self._kind, self._root = kind, root
+        url = {"file": f"file://{root}", "memory": f"memory://{root.name}"}.get(kind, str(root))
+        self._url = url
+        self._fs, self._path = url_to_fs(url)
+
+    def open(self, capacity: int | None = None) -> DiskTier | RemoteTier:
+        if self._kind == "disk":
+            return DiskTier(self._root, capacity)
+        return RemoteTier(self._url, capacity)
+
+    def names(self) -> list[str]:
+        return sorted(path.rsplit("/", 1)[-1] for path in self._fs.find(self._path))
+
+    def get(self, name: str) -> bytearray:
+        return bytearray(self._fs.cat_file(f"{self._path}/{name}"))
+
+    def put(self, name: str, raw: bytes) -> None:
+        self._fs.pipe_file(f"{self._path}/{name}", bytes(raw))
+
+
+@pytest.fixture(params=["disk", "file", "memory"])
+def medium(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Medium:
+    return Medium(request.param, tmp_path_factory.mktemp("medium"))
 
 
 def blob(name: str = "a", rows: int = 50) -> Blob:
@@ -52,28 +83,30 @@ def same(got: Loaded, want: Blob) -> bool:
     )
 
 
-def test_disk_gives_back_what_it_took(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path)
+def test_a_tier_gives_back_what_it_took(medium: Medium) -> None:
+    tier = medium.open()
     assert tier.write(blob()) is Reason.OK
     assert same(tier.read("a"), blob())
-    again = DiskTier(tmp_path)
-    assert again.catalog() == {"a": blob().meta}
+    assert medium.names() == ["a.safetensors"]
+    again = medium.open()
+    assert again.catalog() == {"a": blob().meta} and again.held == tier.held > 0
     assert same(again.read("a"), blob())
     again.delete("a")
     again.delete("a")
     assert again.read("a").reason is Reason.MISSING and again.held == 0
-    assert list(tmp_path.iterdir()) == []
+    assert medium.names() == []
 
 
+@pytest.mark.parametrize("kind", ["disk", "memory"])
 @settings(max_examples=60)
 @given(data=st.data())
-def test_no_damaged_file_is_ever_read(tmp_path_factory: Any, data: st.DataObject) -> None:
+def test_no_damaged_file_is_ever_read(
+    kind: str, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     """Any changed byte, cut or added tail is noticed; what is read is what was written."""
-    root = tmp_path_factory.mktemp("damage")
-    tier = DiskTier(root)
-    tier.write(blob())
-    path = root / "a.safetensors"
-    raw = bytearray(path.read_bytes())
+    medium = Medium(kind, tmp_path_factory.mktemp("damage"))
+    medium.open().write(blob())
+    raw = medium.get("a.safetensors")
     how = data.draw(st.sampled_from(["flip", "cut", "append"]))
     at = data.draw(st.integers(0, len(raw) - 1))
     if how == "flip":
@@ -82,21 +115,26 @@ def test_no_damaged_file_is_ever_read(tmp_path_factory: Any, data: st.DataObject
         del raw[at:]
     else:
         raw += bytes(data.draw(st.integers(1, 9)))
-    path.write_bytes(raw)
-    got = DiskTier(root).read("a")
+    medium.put("a.safetensors", raw)
+    tier = medium.open()
+    listed = tier.catalog().get("a")
+    assert listed in (None, blob().meta)
+    got = tier.read("a")
     if got.reason is Reason.OK:
         assert same(got, blob())  # a byte of padding, or of the header's white space
     else:
-        assert got.reason is Reason.CORRUPT and not path.exists()
+        assert got.reason is (Reason.MISSING if listed is None else Reason.CORRUPT)
+        assert medium.names() == []
 
 
-def test_catalog_drops_what_it_cannot_read(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path)
+def test_catalog_drops_what_it_cannot_read(medium: Medium) -> None:
+    tier = medium.open()
     tier.write(blob("a"))
     tier.write(blob("b"))
-    (tmp_path / "a.safetensors").write_bytes(b"\x10" * 40)
-    (tmp_path / "empty.safetensors").write_bytes(b"")
-    assert set(DiskTier(tmp_path).catalog()) == {"b"}
+    medium.put("a.safetensors", b"\x10" * 40)
+    medium.put("empty.safetensors", b"")
+    assert set(medium.open().catalog()) == {"b"}
+    assert medium.names() == ["b.safetensors"]
 
 
 WRITER = """
@@ -136,11 +174,11 @@ def test_killed_while_writing_leaves_only_whole_files(tmp_path: Path) -> None:
             assert same(tier.read(name), blob(name, int(meta["n"])))
 
 
-def test_a_partial_file_is_no_file(tmp_path: Path) -> None:
-    (tmp_path / "a.partial").write_bytes(b"half")
-    tier = DiskTier(tmp_path)
+def test_a_partial_file_is_no_file(medium: Medium) -> None:
+    medium.put("a.partial", b"half")
+    tier = medium.open()
     assert tier.read("a").reason is Reason.MISSING
-    assert not (tmp_path / "a.partial").exists()
+    assert medium.names() == []
 
 
 @pytest.mark.parametrize("stage", ["save_file", "_sync", "replace"])
@@ -160,10 +198,10 @@ def test_full_disk_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert tier.write(blob("a")) is Reason.OK
 
 
-def test_full_medium_makes_room_for_what_is_newer(tmp_path: Path) -> None:
+def test_full_medium_makes_room_for_what_is_newer(medium: Medium) -> None:
     """Sessions that never come back do not keep the disk from the living."""
     world = World(np.random.default_rng(6), pages=2048)
-    held, queue = spilled(DiskTier(tmp_path, capacity=150_000), world)
+    held, queue = spilled(medium.open(150_000), world)
     for number in range(12):
         round_ = family(world, f"s{number}", f"{number}.")
         held.put_family(round_.plan, round_.caches)
@@ -175,7 +213,7 @@ def test_full_medium_makes_room_for_what_is_newer(tmp_path: Path) -> None:
     assert len(held.prefetch(SessionId("s11"))) == 3
     assert held.prefetch(SessionId("s0")) == {}
     held.flush()
-    assert DiskTier(tmp_path).held <= 150_000
+    assert medium.open().held <= 150_000
     queue.close()
 
 
@@ -200,8 +238,8 @@ print(sorted(tier.catalog()))
     assert [p.name for p in tmp_path.iterdir()] == ["small.safetensors"]
 
 
-def test_capacity_is_kept(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path, capacity=3 * blob().nbytes)
+def test_capacity_is_kept(medium: Medium) -> None:
+    tier = medium.open(3 * blob().nbytes)
     outcomes = [tier.write(blob(str(i))) for i in range(5)]
     assert outcomes[0] is Reason.OK and outcomes[-1] is Reason.FULL
     assert tier.held <= 3 * blob().nbytes
@@ -296,10 +334,10 @@ def spilled(tier: Any, world: World, **kwargs: Any) -> tuple[Store, Any]:
 
 
 @pytest.mark.parametrize("int8", [False, True])
-def test_a_family_survives_a_restart(tmp_path: Path, int8: bool) -> None:
+def test_a_family_survives_a_restart(medium: Medium, int8: bool) -> None:
     world = World(np.random.default_rng(2), pages=256)
     round_ = family(world, "s", "")
-    first, queue = spilled(DiskTier(tmp_path), world, int8=int8)
+    first, queue = spilled(medium.open(), world, int8=int8)
     kept = first.put_family(round_.plan, round_.caches)
     want = {}
     for item in kept:
@@ -308,7 +346,7 @@ def test_a_family_survives_a_restart(tmp_path: Path, int8: bool) -> None:
     held = first.stats().held
     queue.close()
 
-    second, queue = spilled(DiskTier(tmp_path), world, int8=int8)
+    second, queue = spilled(medium.open(), world, int8=int8)
     reasons = second.prefetch(SessionId("s"))
     assert set(reasons) == set(want) and set(reasons.values()) == {Reason.OK}
     second.flush()
@@ -321,59 +359,57 @@ def test_a_family_survives_a_restart(tmp_path: Path, int8: bool) -> None:
     assert match is not None and match.key == kept[0].key
     assert second.release(SessionId("s")).entries == 3
     second.flush()
-    assert DiskTier(tmp_path).catalog() == {}
+    assert medium.open().catalog() == {}
     queue.close()
 
 
-def test_other_ranks_files_are_left_alone(tmp_path: Path) -> None:
+def test_other_ranks_files_are_left_alone(medium: Medium) -> None:
     world = World(np.random.default_rng(2), pages=256)
     round_ = family(world, "s", "")
-    first, queue = spilled(DiskTier(tmp_path), world)
+    first, queue = spilled(medium.open(), world)
     first.put_family(round_.plan, round_.caches)
     queue.close()
-    queue = TierQueue(DiskTier(tmp_path))
+    queue = TierQueue(medium.open())
     other = Store(Identity("tiny", tp_rank=1, tp_size=2), budget=1 << 24, lower=queue)
     assert other.prefetch(SessionId("s")) == {}
     queue.close()
-    assert len(DiskTier(tmp_path).catalog()) == 3
+    assert len(medium.open().catalog()) == 3
 
 
-def test_a_lost_master_takes_its_mirrors_files_along(tmp_path: Path) -> None:
+def test_a_lost_master_takes_its_mirrors_files_along(medium: Medium) -> None:
     world = World(np.random.default_rng(2), pages=256)
     round_ = family(world, "s", "")
-    first, queue = spilled(DiskTier(tmp_path), world)
+    first, queue = spilled(medium.open(), world)
     master, *mirrors = first.put_family(round_.plan, round_.caches)
     queue.close()
-    names = DiskTier(tmp_path).catalog()
+    names = medium.open().catalog()
     (name,) = [n for n, meta in names.items() if meta["key"] == master.key.hex()]
-    path = tmp_path / f"{name}.safetensors"
-    raw = bytearray(path.read_bytes())
+    raw = medium.get(f"{name}.safetensors")
     raw[-5] ^= 255
-    path.write_bytes(raw)
+    medium.put(f"{name}.safetensors", raw)
 
-    second, queue = spilled(DiskTier(tmp_path), world)
+    second, queue = spilled(medium.open(), world)
     second.prefetch(SessionId("s"))
     second.flush()
     assert second.stats().counters["tier_corrupt"] == 1
     assert second.stats().entries == 0 and second.stats().held == 0
     assert second.prefetch(SessionId("s")) == {}
     second.flush()
-    assert DiskTier(tmp_path).catalog() == {}
+    assert medium.open().catalog() == {}
     queue.close()
 
-    path.unlink(missing_ok=True)
-    third, queue = spilled(DiskTier(tmp_path), world)
+    third, queue = spilled(medium.open(), world)
     assert third.prefetch(SessionId("s")) == {} and mirrors
     queue.close()
 
 
-def test_evicted_sessions_come_back_within_the_budget(tmp_path: Path) -> None:
+def test_evicted_sessions_come_back_within_the_budget(medium: Medium) -> None:
     world = World(np.random.default_rng(3), pages=1024)
     probe = Store(IDENTITY, budget=1 << 24, block=8)
     round_ = family(world, "p", "p.")
     probe.put_family(round_.plan, round_.caches)
     one = probe.stats().held
-    held, queue = spilled(DiskTier(tmp_path), world, budget=int(2.2 * one))
+    held, queue = spilled(medium.open(), world, budget=int(2.2 * one))
     want = {}
     for name in "abcde":
         round_ = family(world, name, f"{name}.")
@@ -427,10 +463,10 @@ def test_serving_does_not_notice_a_bad_tier(trouble: str) -> None:
     assert all(r.leases == 0 for r in ledger.records())
 
 
-def test_mirrors_spill_after_their_trimmed_master(tmp_path: Path) -> None:
+def test_mirrors_spill_after_their_trimmed_master(medium: Medium) -> None:
     """The master's agent leaves; what is spilled then is the trunk and the mirrors on it."""
     world = World(np.random.default_rng(4), pages=256)
-    queue = TierQueue(DiskTier(tmp_path))
+    queue = TierQueue(medium.open())
     held = Store(IDENTITY, budget=1 << 24, block=8, lower=queue, spill_at=1.0)
     round_ = family(world, "s", "")
     kept = held.put_family(round_.plan, round_.caches)
@@ -440,7 +476,7 @@ def test_mirrors_spill_after_their_trimmed_master(tmp_path: Path) -> None:
     held.put_family(again.plan, again.caches)
     held.flush()
     queue.close()
-    queue = TierQueue(DiskTier(tmp_path))
+    queue = TierQueue(medium.open())
     second = Store(IDENTITY, budget=1 << 24, block=8, lower=queue)
     assert set(second.prefetch(SessionId("s"))) == {k.key for k in kept[1:]}
     second.flush()
@@ -450,7 +486,7 @@ def test_mirrors_spill_after_their_trimmed_master(tmp_path: Path) -> None:
             assert torch.equal(restored(entry), world.rows(round_.caches[item.request_id].slots))
     second.release(SessionId("s"))
     second.flush()
-    left = DiskTier(tmp_path).catalog()
+    left = medium.open().catalog()
     assert {EntryKey(bytes.fromhex(m["key"])) for m in left.values()} == {
         held.latest(c.owner) for c in again.caches.values()
     }
