@@ -31,6 +31,10 @@ class Config:
         max_num_batched_tokens.
     keep_leaders: finished leaders whose pages, as long as they stand, serve agents that come later.
     discover: find shared text in prompts that nobody has marked.
+    store_gib: host memory of each rank for the K/V of finished agents, in GiB; 0 keeps nothing.
+    store_int8: keep it as int8 per token and head: half the bytes of bf16, and approximate.
+    store_folder: a folder for what does not fit into that memory; empty for none.
+    store_folder_gib: most that is kept there.
     separator: the text that marks a segment boundary.
     keep_separator: text that takes the separator's place in the prompt; empty removes it.
     require_reuse: refuse to start on a model or setting where reuse is not supported, instead of
@@ -50,6 +54,10 @@ class Config:
     pass_tokens: int | None = None
     keep_leaders: int = 64
     discover: bool = True
+    store_gib: float = 0.0
+    store_int8: bool = False
+    store_folder: str = ""
+    store_folder_gib: float = 64.0
     separator: str = "<TTSEP>"
     keep_separator: str = ""
     require_reuse: bool = False
@@ -66,7 +74,10 @@ class Config:
             raise ConfigError(
                 f"max_order_distance must be in [0, 1], not {self.max_order_distance}"
             )
-        for name in ("round_timeout_ms", "linger_ms", "min_shared_tokens", "keep_leaders"):
+        for name in (
+            *("round_timeout_ms", "linger_ms", "min_shared_tokens", "keep_leaders"),
+            *("store_gib", "store_folder_gib"),
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, it is {getattr(self, name)}")
         if self.pass_tokens is not None and self.pass_tokens < 1:

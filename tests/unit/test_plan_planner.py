@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from plan_world import PAGE, Part, check_round, key_of, settle, state_of, ticket_of
 
 from tokendance.plan.planner import MIN_COPY_ROWS, plan_round
-from tokendance.plan.reuse_plan import Copy
+from tokendance.plan.reuse_plan import Copy, PageTable
 from tokendance.plan.ticket import Ticket, own_spans
 from tokendance.types import RoundId, SegmentKey
 
@@ -181,9 +181,9 @@ def test_pages_are_asked_of_sources_only() -> None:
     settle(plan_round(ROUND, resident, ()), resident)
     asked = []
 
-    def pages(ticket: Ticket) -> tuple[int, ...]:
+    def pages(ticket: Ticket) -> PageTable:
         asked.append(ticket.request_id)
-        return ticket.blocks
+        return PageTable(ticket.request_id, ticket.blocks)
 
     admitted = tickets_of([Prompt((C, A, END_2))], "a")
     plan = plan_round(ROUND, admitted, resident, pages)

@@ -1,8 +1,8 @@
-"""Finished leaders whose pages still stand in the engine's pool (M25, M26).
+"""Finished leaders whose rows still stand, in the engine's pool or in the store (M25, M26).
 
 An engine frees the pages of a finished request but keeps their content until it needs the room. As
 long as they stand, a finished leader serves agents that come late, and agents that are asked one
-after another, as if it were still running.
+after another, as if it were still running. The same holds while the store has its rows.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from tokendance.types import RequestId
 
 
 class Held(NamedTuple):
-    """Rows [0, rows) of a finished request stand in `blocks` for as long as `stand()` says so."""
+    """Rows [0, rows) of a finished request stand in `blocks` for as long as `stand()` says so, and
+    the first `stored()` of them stand in the store."""
 
     rows: int
     blocks: tuple[int, ...]
     stand: Callable[[], bool]
+    stored: Callable[[], int] = lambda: 0
 
 
 class KeptLeaders:
@@ -29,7 +31,7 @@ class KeptLeaders:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._kept: OrderedDict[RequestId, tuple[Round, Ticket]] = OrderedDict()
+        self._kept: OrderedDict[RequestId, tuple[Round, Ticket, Held]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -41,16 +43,20 @@ class KeptLeaders:
         kept = self._kept.get(request_id)
         return kept[0] if kept is not None else None
 
-    def add(self, round_: Round, ticket: Ticket) -> None:
-        self._kept[ticket.request_id] = round_, ticket
+    def stands(self, request_id: RequestId) -> bool:
+        """Whether the pages of a kept leader are untouched."""
+        return self._kept[request_id][2].stand()
+
+    def add(self, round_: Round, ticket: Ticket, held: Held) -> None:
+        self._kept[ticket.request_id] = round_, ticket, held
 
     def remove(self, request_id: RequestId) -> None:
         self._kept.pop(request_id, None)
 
     def overdue(self) -> Iterator[tuple[Round, Ticket]]:
-        """Takes out those beyond the limit and, from the oldest on, those whose pages are gone."""
+        """Takes out those beyond the limit and, from the oldest on, those whose rows are gone."""
         while self._kept:
-            round_, ticket = next(iter(self._kept.values()))
+            round_, ticket, _ = next(iter(self._kept.values()))
             if len(self._kept) <= self._limit and ticket.computed():
                 return
             self._kept.popitem(last=False)
@@ -68,7 +74,7 @@ def kept_ticket(ticket: Ticket, held: Held) -> Ticket | None:
         token_ids=ticket.token_ids[: end + 1],
         spans=tuple(span for span in ticket.spans if span.end <= end),
         arrived=ticket.arrived,
-        computed=lambda: end if held.stand() else 0,
+        computed=lambda: end if held.stand() or held.stored() >= end else 0,
         backend=ticket.backend,
         state=State.ORDINARY,
         blocks=held.blocks,

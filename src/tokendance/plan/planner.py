@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tokendance.plan.reuse_plan import Copy, Member, PageTable, ReusePlan
-from tokendance.plan.ticket import Ticket, common_prefix, own_spans
+from tokendance.plan.ticket import StoredRows, Ticket, common_prefix, own_spans
 from tokendance.types import RequestId, RoundId, SegmentKey, Span
 
 MIN_COPY_ROWS = 4
@@ -26,29 +26,23 @@ def plan_round(
     round_id: RoundId,
     admitted: Sequence[Ticket],
     resident: Sequence[Ticket],
-    pages: Callable[[Ticket], tuple[int, ...]] = lambda ticket: ticket.blocks,
+    pages: Callable[[Ticket], PageTable] = lambda ticket: PageTable(
+        ticket.request_id, ticket.blocks
+    ),
 ) -> ReusePlan:
     """Decide the source of every row.
 
-    admitted: members of this step, leader first. resident: members of earlier steps whose pages
-    are all computed, leader first; as sources they come before the admitted ones. pages(ticket):
-    the pages that a resident request holds now; asked for sources only. Mutates nothing.
+    admitted: members of this step, leader first. resident: members of earlier steps whose rows are
+    all computed, leader first; as sources they come before the admitted ones. pages(ticket): where
+    the rows of a resident request stand now; asked for sources only. Mutates nothing.
     """
     offers = _Offers(admitted, resident)
-    tables = [PageTable(t.request_id, t.blocks) for t in admitted]
-    table_of = {t.request_id: i for i, t in enumerate(admitted)}
+    tables = _Tables(admitted, pages)
     members = []
     for index, ticket in enumerate(admitted):
-        pieces = _pieces(ticket, offers)
-        for piece in pieces:
-            source = piece.source
-            if source.request_id not in table_of:
-                table_of[source.request_id] = len(tables)
-                tables.append(PageTable(source.request_id, pages(source)))
-        copies = tuple(
-            Copy(table_of[p.source.request_id], p.source_start, p.start, p.length, p.exact)
-            for p in pieces
-        )
+        history = _history(ticket)
+        pieces = _pieces(ticket, offers, history[-1].end if history else ticket.cached)
+        copies = tuple(tables.copy(piece) for piece in (*history, *pieces))
         members.append(
             Member(
                 request_id=ticket.request_id,
@@ -62,9 +56,10 @@ def plan_round(
                 backend=ticket.backend,
             )
         )
-        offers.add(ticket, pieces)
+        # What comes back exactly is what computing would give, so others may take it from here.
+        offers.add(ticket, [*(p for p in history if not p.exact), *pieces])
     leader = 0 if admitted and not resident else None
-    return ReusePlan(round_id, tuple(members), tuple(tables), leader)
+    return ReusePlan(round_id, tuple(members), tuple(tables.items), leader)
 
 
 class _Offer(NamedTuple):
@@ -84,7 +79,7 @@ class _Offer(NamedTuple):
 class _Piece:
     """A copy whose source has no page table yet."""
 
-    source: Ticket
+    source: Ticket | StoredRows
     source_start: int
     start: int
     length: int
@@ -93,6 +88,28 @@ class _Piece:
     @property
     def end(self) -> int:
         return self.start + self.length
+
+
+class _Tables:
+    """Where rows stand: the pages of the admitted requests, then those of every other source."""
+
+    def __init__(self, admitted: Sequence[Ticket], pages: Callable[[Ticket], PageTable]) -> None:
+        self.items = [PageTable(t.request_id, t.blocks) for t in admitted]
+        self._pages = pages
+        self._at: dict[object, int] = {t: i for i, t in enumerate(admitted)}
+
+    def copy(self, piece: _Piece) -> Copy:
+        source = piece.source
+        if source not in self._at:
+            self._at[source] = len(self.items)
+            self.items.append(
+                self._pages(source)
+                if isinstance(source, Ticket)
+                else PageTable(source.request_id, (), stored=True)
+            )
+        table = self._at[source]
+        stored = self.items[table].stored
+        return Copy(table, piece.source_start, piece.start, piece.length, piece.exact, stored)
 
 
 class _Offers:
@@ -126,13 +143,28 @@ class _Offers:
                 offers.sort(key=lambda o: o.cut)
 
 
-def _pieces(ticket: Ticket, offers: _Offers) -> list[_Piece]:
-    """The copies of one member; token ids are compared, a key is only a hint."""
+def _history(ticket: Ticket) -> list[_Piece]:
+    """The rows after the prefix hit that the store gives back at their own positions."""
+    stored, start = ticket.stored, ticket.cached
+    if stored is None:
+        return []
+    exact = ticket.held(approximate=False)
+    pieces = [_Piece(stored, start, start, exact - start, exact=True)] if exact > start else []
+    first = ticket.approximate_from
+    end = ticket.held(approximate=True)
+    if first is not None and first <= exact < end:
+        pieces.append(_Piece(stored, exact, exact, end - exact, exact=False))
+    return pieces
+
+
+def _pieces(ticket: Ticket, offers: _Offers, begin: int) -> list[_Piece]:
+    """The copies of one member from row `begin` on; token ids are compared, a key is only a
+    hint."""
     prefixes: dict[RequestId, int] = {}
     pieces: list[_Piece] = []
-    cached, limit = ticket.cached, ticket.end
+    limit = ticket.end
     for first, end, key in ticket.spans:
-        start = first if first > cached else cached
+        start = first if first > begin else begin
         end = end if end < limit else limit
         if start < end:
             for offer in offers.of(key):
@@ -185,6 +217,7 @@ def _take(
 
 def _same(ticket: Ticket, piece: _Piece) -> bool:
     """Whether source and target hold the same tokens; False only if two keys collide."""
+    assert isinstance(piece.source, Ticket)
     theirs = piece.source.token_ids[piece.source_start : piece.source_start + piece.length]
     return ticket.token_ids[piece.start : piece.end] == theirs
 

@@ -23,6 +23,8 @@ class Copy(NamedTuple):
 
     K is rotated by (start - source_start) positions. `exact` says that source and target see the
     same tokens at the same positions from 0 on, so the copied K/V is what computing would give.
+    `stored` says that the rows stand in the store: the worker brings them into the member's own
+    pages before the pass, and computes those that are no longer there.
     """
 
     source: int  # index into ReusePlan.tables
@@ -30,6 +32,7 @@ class Copy(NamedTuple):
     start: int
     length: int
     exact: bool = False
+    stored: bool = False
 
     @property
     def end(self) -> int:
@@ -46,10 +49,14 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """The pages of one request: row r is in slot r % page_size of blocks[r // page_size]."""
+    """The pages of one request: row r is in slot r % page_size of blocks[r // page_size].
+
+    stored: it has no pages any more, its rows stand in the store under its request id.
+    """
 
     request_id: RequestId
     blocks: tuple[int, ...]
+    stored: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +78,16 @@ class Member:
         """The rows that have to be computed, as maximal runs."""
         return tuple(subtract_rows(Rows(self.cached, self.end), (c.rows for c in self.copies)))
 
-    def rows_by_source(self, recomputed: int = 0) -> dict[Source, int]:
-        """`recomputed`: copied rows that a recovery backend computed instead."""
-        copied = sum(c.length for c in self.copies) - recomputed
+    def rows_by_source(self, recomputed: int = 0, lost: int = 0) -> dict[Source, int]:
+        """`recomputed`: copied rows that a recovery backend computed instead. `lost`: rows that the
+        store no longer had, computed as well."""
+        stored = sum(c.length for c in self.copies if c.stored)
+        copied = sum(c.length for c in self.copies) - stored - recomputed
         return {
             Source.PREFIX: self.cached,
             Source.SIBLING: copied,
-            Source.COMPUTED: self.end - self.cached - copied,
+            Source.STORED: stored - lost,
+            Source.COMPUTED: self.end - self.cached - copied - stored + lost,
         }
 
 
@@ -85,8 +95,9 @@ class Member:
 class ReusePlan:
     """What one collective pass has to do.
 
-    members: in execution order; a copy's source is an earlier member, or pages of a request that
-        was computed in an earlier step (tables beyond the members).
+    members: in execution order; a copy's source is an earlier member, or a request that was
+        computed in an earlier step, whose rows stand in pages or in the store (tables beyond the
+        members).
     leader: index of the member whose context the region is computed in, None if the pages of an
         earlier step lead.
     """
@@ -133,6 +144,10 @@ def _check_member(
 def _check_source(
     plan: ReusePlan, owner: int | None, index: int, copy: Copy, page_size: int
 ) -> None:
+    if copy.stored is not plan.tables[copy.source].stored:
+        raise PlanError(f"copy {copy}: its source and itself disagree on where the rows stand")
+    if copy.stored:
+        return
     if owner is None:
         if (copy.source_start + copy.length) > len(plan.tables[copy.source].blocks) * page_size:
             raise PlanError(f"copy {copy} reads beyond its source's pages")
@@ -140,7 +155,8 @@ def _check_source(
     if owner >= index:
         raise PlanError(f"copy {copy} reads member {owner}, which is not before member {index}")
     wanted = Rows(copy.source_start, copy.source_start + copy.length)
-    if wanted.end > plan.members[owner].end or _overlaps(wanted, plan.members[owner].copies):
+    copied = [c for c in plan.members[owner].copies if not (c.stored and c.exact)]
+    if wanted.end > plan.members[owner].end or _overlaps(wanted, copied):
         raise PlanError(f"copy {copy} reads rows that are themselves copied or missing")
 
 

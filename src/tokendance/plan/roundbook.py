@@ -24,7 +24,7 @@ from tokendance.plan.index import SegmentIndex
 from tokendance.plan.kept import Held, KeptLeaders, kept_ticket
 from tokendance.plan.match import Tokens
 from tokendance.plan.planner import claim_prefixes, plan_round
-from tokendance.plan.reuse_plan import ReusePlan
+from tokendance.plan.reuse_plan import PageTable, ReusePlan
 from tokendance.plan.rounds import Budget as Budget
 from tokendance.plan.rounds import Memory, Round, Wave, elect, leads_still, resident
 from tokendance.plan.ticket import State, Ticket, order_distance, shared_with
@@ -159,7 +159,7 @@ class RoundBook:
             self._index.add(round_.salt, round_, kept)
         self._discovery.replace(kept)
         round_.succeed(kept)
-        self._kept.add(round_, kept)
+        self._kept.add(round_, kept, held)
         for old_round, old in list(self._kept.overdue()):
             self._forget(old_round, old)
 
@@ -260,7 +260,9 @@ class RoundBook:
             ticket.approximate_from = None
             return Verdict.ORDINARY
         if ticket.approximate_from is not None:
-            ticket.approximate_from = max(ticket.approximate_from, cached)
+            stored = ticket.held(approximate=False), ticket.held(approximate=True)
+            first = min(ticket.approximate_from, stored[0] if stored[0] < stored[1] else ticket.end)
+            ticket.approximate_from = max(first, cached)
         return Verdict.COLLECTIVE
 
     def _next_wave(self, round_: Round, budget: Budget, now: float) -> set[RequestId]:
@@ -272,9 +274,10 @@ class RoundBook:
         followers = 0
         if leader.state is State.WAITING:
             leader.approximate_from = None
-            wave.add(leader, leader.end - leader.cached)
+            rows = leader.end - leader.held(approximate=False)
+            wave.add(leader, rows)
             # More than one pass takes: the engine computes it, in chunks, and the others wait.
-            ready = 0 < leader.end - leader.cached <= budget.rows
+            ready = leader.cached < leader.end and rows <= budget.rows
         for ticket in round_.waiting():
             if ticket is leader:
                 continue
@@ -305,7 +308,8 @@ class RoundBook:
         return "" if now < ticket.held_until else "leader not ready in time"
 
     def _computes(self, round_: Round, ticket: Ticket) -> int:
-        return max(0, ticket.end - ticket.cached - round_.share(ticket).rows)
+        stored = ticket.held(approximate=True) - ticket.cached
+        return max(0, ticket.end - ticket.cached - max(stored, round_.share(ticket).rows))
 
     def _split(self, round_: Round, leader: Ticket) -> None:
         """Members whose order is too far from the leader's go on as a round of their own."""
@@ -351,7 +355,7 @@ class RoundBook:
     def end_step(self, pages: Callable[[RequestId], tuple[int, ...]]) -> tuple[ReusePlan, ...]:
         """The plans of the members admitted since the last call; starts the next step.
 
-        pages(request_id): the pages that a request holds now.
+        pages(request_id): the pages that a running request holds now.
         """
         admitted = [(r, t) for r, t in self._admitted if t.request_id in r.tickets]
         groups: dict[Round, list[Ticket]] = {}
@@ -373,15 +377,18 @@ class RoundBook:
     ) -> ReusePlan:
         sources = [t for t in round_.tickets.values() if resident(t, self._step)]
         sources.sort(key=lambda t: t is not round_.leader)
-        plan = plan_round(
-            round_.round_id,
-            tickets,
-            sources,
-            lambda t: t.blocks if t.request_id in self._kept else pages(t.request_id),
-        )
+
+        def table(ticket: Ticket) -> PageTable:
+            if ticket.request_id not in self._kept:
+                return PageTable(ticket.request_id, pages(ticket.request_id))
+            stands = self._kept.stands(ticket.request_id)
+            return PageTable(ticket.request_id, ticket.blocks if stands else (), not stands)
+
+        plan = plan_round(round_.round_id, tickets, sources, table)
         for ticket, member in zip(tickets, plan.members):
             inexact = [copy.start for copy in member.copies if not copy.exact]
-            ticket.settle(tuple(c.rows for c in member.copies), inexact[0] if inexact else None)
+            taken = tuple(c.rows for c in member.copies if not (c.stored and c.exact))
+            ticket.settle(taken, inexact[0] if inexact else None)
         leader = round_.leader
         passed_over = leader is None or leader.state is State.WAITING
         if passed_over and tickets[0].approximate_from is None:

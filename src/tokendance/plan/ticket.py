@@ -18,6 +18,15 @@ class State(Enum):
     ORDINARY = "ordinary"  # admitted on the engine's own path
 
 
+class StoredRows(NamedTuple):
+    """Leading rows of a prompt that the store holds under a finished request's id; `exact` of them
+    are what the engine alone computes."""
+
+    request_id: RequestId
+    rows: int
+    exact: int
+
+
 @dataclass(slots=True, eq=False)
 class Ticket:
     """One request of a round.
@@ -27,6 +36,7 @@ class Ticket:
     computed(): rows the engine has computed before the current step, 0 while it holds no pages.
     backend: recovery backend it asked for, "" for the server's.
     cached: rows found in the engine's prefix cache at the last look.
+    stored: more of its leading rows than that, in the store; None without.
     blocks: its pages, once admitted.
     approximate_from: first row whose K/V may be approximate; None while all rows are exact.
     copied: rows taken from other requests, no source for a third one; see `settle`.
@@ -45,6 +55,7 @@ class Ticket:
     backend: str = ""
     state: State = State.WAITING
     cached: int = 0
+    stored: StoredRows | None = None
     blocks: tuple[int, ...] = ()
     approximate_from: int | None = None
     copied: tuple[Rows, ...] = ()
@@ -73,6 +84,13 @@ class Ticket:
         if self._own is None:
             self._own = own_spans(self, self.copied)
         return self._own
+
+    def held(self, approximate: bool) -> int:
+        """Leading rows that need not be computed, in the prefix cache or in the store."""
+        if self.stored is None:
+            return self.cached
+        stored = self.stored.rows if approximate else self.stored.exact
+        return max(self.cached, min(stored, self.end))
 
     def where(self, key: SegmentKey) -> Span | None:
         """The first occurrence of a segment in this prompt."""

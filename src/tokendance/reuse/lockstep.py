@@ -96,10 +96,13 @@ class CheckedChunk:
         kv, rotary, layer = self._engine.kv, self._engine.rotary, self._layer
         size, device = kv.page_size, self._engine.device
         moves = moves_of(self._plan, ((p.member, p.copy) for p in self._pieces), size, device)
-        # A source may be a row of this very batch, which the engine has not written yet.
-        kv.write(layer, self.batch.slots, k, v)
-        cached_k, cached_v = kv.read(layer, moves.source)
         rows = _joined([np.arange(p.row, p.row + p.copy.length) for p in self._pieces], device)
+        # A source may be a row of this very batch, which the engine has not written yet; but rows
+        # that were brought back before the pass are their own source, and must not be lost.
+        fresh = torch.ones(len(self.batch), dtype=torch.bool, device=device)
+        fresh[rows[moves.source == moves.target]] = False
+        kv.write(layer, self.batch.slots[fresh], k[fresh], v[fresh])
+        cached_k, cached_v = kv.read(layer, moves.source)
         lengths = [p.copy.length for p in self._pieces]
         check = Check(
             member=_joined([np.full(p.copy.length, p.member) for p in self._pieces], device),

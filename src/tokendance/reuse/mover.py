@@ -33,7 +33,10 @@ class Moves(NamedTuple):
 def moves_of(
     plan: ReusePlan, copies: Iterable[tuple[int, Copy]], page_size: int, device: torch.device
 ) -> Moves:
-    """The slots and distances of `copies` (pairs of member index and copy), in order."""
+    """The slots and distances of `copies` (pairs of member index and copy), in order.
+
+    Rows that stand where they belong, brought back before the pass, are their own source.
+    """
     source, target, delta = [], [], []
     for index, copy in copies:
         rows = Rows(copy.source_start, copy.source_start + copy.length)
@@ -58,7 +61,8 @@ class Mover:
         self._rotary = rotary
         self.rows = len(moves.source)
         self._parts: list[tuple[torch.Tensor, torch.Tensor, RotationTable]] = []
-        if self.rows:
+        moves = moves.where(moves.source != moves.target)
+        if len(moves.source):
             for source, target, delta in zip(*(part.split(COPY_ROWS) for part in moves)):
                 self._parts.append((source, target, rotary.table(delta)))
 

@@ -24,7 +24,7 @@ from tokendance.types import RequestId, Rows, merge_rows, subtract_rows
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How one request is to be stored. master None: dense. exact_rows: leading rows that the plan
-    leaves exact. cached: leading rows that come from the engine's prefix cache."""
+    leaves exact. cached: leading rows that come from the engine's prefix cache or the store."""
 
     request_id: RequestId
     master: RequestId | None
@@ -46,18 +46,28 @@ def layouts(
     for index, member in enumerate(plan.members):
         best = max(masters, key=lambda table: given[index, table], default=None)
         if best is None or member.table in masters or given[index, best] == 0:
-            result.append(Layout(member.request_id, None, (), exact_rows(member), member.cached))
+            result.append(Layout(member.request_id, None, (), exact_rows(member), _held(member)))
             continue
         spans = tuple(_spans(plan, member, best, page_size, block))
         master = plan.tables[best].request_id
         exact = exact_rows(member)
-        result.append(Layout(member.request_id, master, spans, exact, member.cached))
+        result.append(Layout(member.request_id, master, spans, exact, _held(member)))
     return sorted(result, key=lambda layout: layout.master is not None)
 
 
 def exact_rows(member: Member) -> int | None:
     """Rows before the first approximate copy; a row after it attends to approximate K/V."""
     return next((c.start for c in member.copies if not c.exact), None)
+
+
+def _held(member: Member) -> int:
+    """Leading rows that came from the engine's prefix cache or, unmoved, out of the store."""
+    rows = member.cached
+    for copy in member.copies:
+        if not copy.stored or copy.delta or copy.start != rows:
+            break
+        rows = copy.end
+    return rows
 
 
 def _rows_given(plan: ReusePlan, page_size: int) -> Counter[tuple[int, int]]:

@@ -120,12 +120,12 @@ class TokenDanceConnector(KVConnectorBase_V1):
         self._scheduling.allocated(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return Plans(self._scheduling.plans(scheduler_output))
+        return self._scheduling.work(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, Report):
-            self._scheduling.ran(report.ran)
+            self._scheduling.ran(report)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -154,6 +154,8 @@ class TokenDanceConnector(KVConnectorBase_V1):
             self._refusal = str(error)
             return
         self._worker = WorkerSide(layers, self._pass_rows, self._backend)
+        if self._config.store_gib:
+            self._worker.keep(self._config, model_identity(self._vllm_config))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return Refusal(self._refusal)
@@ -161,8 +163,8 @@ class TokenDanceConnector(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Plans)
-        if metadata.plans and self._worker is not None:
-            self._worker.run(metadata.plans)
+        if self._worker is not None:
+            self._worker.step(metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         if self._worker is not None:

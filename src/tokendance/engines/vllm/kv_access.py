@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tokendance.restore.target import PagedPlanes
+
 DIGIT = 64
 """Base of the written pattern: integers below it are exact in every cache dtype."""
 
@@ -71,6 +73,18 @@ class VllmKVAccess:
         module = self._layers[layer]
         module.impl.do_kv_cache_update(module, k, v, module.kv_cache, slots)
 
+    def planes(self) -> PagedPlanes | None:
+        """The same rows as strided tensors, for kernels; None if the layout is no such thing."""
+        if self._k.strides is None or self._v.strides is None:
+            return None
+        if self._k.strides[-1] != 1 or self._v.strides[-1] != 1:
+            return None
+        k, v = (
+            [self._strided(self._cache(layer), plane) for layer in range(self.num_layers)]
+            for plane in (self._k, self._v)
+        )
+        return PagedPlanes(k, v)
+
     def _cache(self, layer: int) -> torch.Tensor:
         cache: torch.Tensor = self._layers[layer].kv_cache
         return cache
@@ -79,14 +93,18 @@ class VllmKVAccess:
         self, cache: torch.Tensor, plane: _Plane, block: torch.Tensor, offset: torch.Tensor
     ) -> torch.Tensor:
         if plane.strides is not None:
-            size = (cache.shape[0], self.page_size, self.heads, self.head_dim)
-            view = cache.as_strided(
-                size, (cache.stride(0), *plane.strides), cache.storage_offset() + plane.start
-            )
-            return view[block, offset]
+            return self._strided(cache, plane)[block, offset]
         pages, which = block.unique(return_inverse=True)
         flat = cache[pages].reshape(len(pages), -1)[:, plane.index]
         return flat.view(len(pages), self.page_size, self.heads, self.head_dim)[which, offset]
+
+    def _strided(self, cache: torch.Tensor, plane: _Plane) -> torch.Tensor:
+        """[pages, page_size, kv_heads, head_dim], a view."""
+        assert plane.strides is not None
+        size = (cache.shape[0], self.page_size, self.heads, self.head_dim)
+        return cache.as_strided(
+            size, (cache.stride(0), *plane.strides), cache.storage_offset() + plane.start
+        )
 
     # -- learning the layout -------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -37,7 +37,9 @@ class VllmLayers:
         self._decoders = [_decoder_layer(model, name) for name in self._names]
         self.device: torch.device = modules[0].kv_cache.device
         self._builder = self._metadata_builder(modules[0], group.kv_cache_spec)
-        self.kv: KVAccess = VllmKVAccess(modules)
+        access = VllmKVAccess(modules)
+        self.kv: KVAccess = access
+        self.planes = access.planes()
         self.rotary = rotary_of(model)
         self.block_size = int(group.kv_cache_spec.block_size)
         self._hook: Callable[[int], None] | None = None
@@ -46,6 +48,11 @@ class VllmLayers:
     def pages_per_block(self) -> int:
         """Kernel pages in one block of the KV cache manager."""
         return self.block_size // self.kv.page_size
+
+    def pages(self, blocks: Sequence[int]) -> tuple[int, ...]:
+        """The manager's blocks as kernel pages, which may be smaller."""
+        ratio = self.pages_per_block
+        return tuple(b * ratio + i for b in blocks for i in range(ratio))
 
     def forward(self, batch: RowBatch, hooks: PassHooks) -> None:
         """See LayerEngine.forward."""

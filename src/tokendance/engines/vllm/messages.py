@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -11,13 +11,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tokendance.plan.reuse_plan import ReusePlan
+from tokendance.plan.saving import SaveFamily
+from tokendance.types import RequestId
 
 
 @dataclass(frozen=True)
 class Plans(KVConnectorMetadata):
-    """Scheduler side to workers, every step."""
+    """Scheduler side to workers, every step. The saves come first: their pages may be taken by
+    requests of this very step."""
 
     plans: tuple[ReusePlan, ...] = ()
+    saves: tuple[SaveFamily, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -32,22 +36,28 @@ class Ran:
     """What a pass did for one request, beside its plan.
 
     recomputed: rows the plan copies that the backend computed instead. deviation: see
-    reuse.collective.MemberOutcome. failure: why the pass was given up and all rows were computed.
+    reuse.collective.MemberOutcome. lost: rows that the store should have had. failure: why the
+    pass was given up and all rows were computed.
     """
 
     recomputed: int = 0
+    lost: int = 0
     deviation: float | None = None
     failure: str = ""
 
 
 @dataclass(frozen=True)
 class Report(KVConnectorWorkerMetadata):
-    """Worker to scheduler side, after a step with passes: what ran, by request id."""
+    """Worker to scheduler side, after a step with work: what ran, by request id; whether each
+    request that was to be stored was; and stored requests that are gone."""
 
-    ran: dict[str, Ran]
+    ran: dict[RequestId, Ran]
+    saved: dict[RequestId, bool] = field(default_factory=dict)
+    gone: frozenset[RequestId] = frozenset()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
-        """All ranks run the same rows; a rank that failed speaks for all."""
+        """All ranks run and keep the same rows; a rank that failed speaks for all."""
         assert isinstance(other, Report)
         failed = {key: ran for key, ran in other.ran.items() if ran.failure}
-        return Report({**other.ran, **self.ran, **failed})
+        ran = {**other.ran, **self.ran, **failed}
+        return Report(ran, {**other.saved, **self.saved}, self.gone | other.gone)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from tokendance.config import Config
-from tokendance.engines.vllm.messages import Ran
+from tokendance.engines.vllm.keeping import Keeping
+from tokendance.engines.vllm.messages import Plans, Ran, Report
 from tokendance.engines.vllm.metrics import DECLINED, REQUESTS, TokenDanceStats
 from tokendance.plan.kept import Held
 from tokendance.plan.reuse_plan import Member, PlanError, ReusePlan, check_plan
@@ -33,6 +34,7 @@ class Outcome:
     """What became of one request, for its response and for `tokendance explain`."""
 
     asked: bool  # the client said something about rounds or segments
+    session: str = ""
     role: str = "ordinary"
     reason: str = ""
     member: Member | None = None
@@ -47,7 +49,7 @@ class Outcome:
         known: dict[str, Any] = {"role": self.role, "reason": ran.failure or self.reason}
         if self.member is not None:
             member = replace(self.member, copies=()) if ran.failure else self.member
-            rows = member.rows_by_source(ran.recomputed)
+            rows = member.rows_by_source(ran.recomputed, ran.lost)
             known["rows"] = {source.value: count for source, count in rows.items() if count}
             known["confirmed"] = self.ran is not None
         if ran.deviation is not None:
@@ -75,6 +77,7 @@ class SchedulerSide:
         self._hits: dict[str, int] = {}  # prefix hits of requests that wait, in rows
         self._fresh: set[int] = set()  # pages given out in this step
         self._outcomes: dict[str, Outcome] = {}
+        self._keeping = Keeping(config, block_size) if config.store_gib else None
         self._stats = TokenDanceStats()
 
     def bind(self, kv_cache_manager: Any) -> None:
@@ -123,7 +126,8 @@ class SchedulerSide:
         else:
             marked = bool(hints.get("marked"))
             self._book.join_by_content(ticket, salt=salt, marked=marked, now=now)
-        self._outcomes[request.request_id] = Outcome(asked=bool(hints))
+        session = str(hints.get("session", ""))
+        self._outcomes[request.request_id] = Outcome(asked=bool(hints), session=session)
 
     def matched(self, request: Any, cached: int) -> int | None:
         """Rows beyond `cached` that a pass will fill; 0 for the ordinary path, None to wait."""
@@ -132,20 +136,27 @@ class SchedulerSide:
         self._hits[request_id] = cached
         if request_id not in self._book:
             return 0
-        if request.num_preemptions > 0:  # output tokens count as prompt now: compute it plainly
-            return 0
+        ticket = self._book.ticket(request_id)
+        if self._keeping is not None:
+            self._keeping.look(request, ticket, self._outcomes[request_id].session, cached)
+        if request.num_preemptions > 0:  # output tokens count as prompt now: no pass for them
+            return self._brought_back(request, ticket, cached)
         verdict = self._book.verdict(request_id, cached, self._budget(), time.monotonic())
         if verdict is Verdict.WAIT:
             return None
         if verdict is Verdict.ORDINARY:
-            return 0
+            return self._brought_back(request, ticket, cached)
         if self._hits_unfinished(request, cached):
             return None
-        ticket = self._book.ticket(request_id)
         if ticket.approximate_from is not None:
             _own_namespace(request, ticket.approximate_from // self._block_size)
         self._claimed.add(request_id)
         return ticket.end - cached
+
+    def _brought_back(self, request: Any, ticket: Ticket, cached: int) -> int | None:
+        """Rows beyond `cached` that the store gives to a request on the ordinary path."""
+        rows = self._keeping.rows_alone(request, ticket, cached) if self._keeping else 0
+        return None if rows and self._hits_unfinished(request, cached) else rows
 
     def allocated(self, request: Any, block_ids: Iterable[int], external: int) -> None:
         """The engine has given pages to a waiting request and starts it in this step."""
@@ -157,28 +168,43 @@ class SchedulerSide:
         self._fresh.update(blocks[self._hits.pop(request_id, 0) // self._block_size :])
         if not collective:
             self._in_flight[request_id] = request
+            if self._keeping is not None and external > 0:
+                self._keeping.start_alone(request, blocks)
         if request_id in self._book and request.num_preemptions == 0:
             self._book.admitted(request_id, blocks, collective)
 
-    def plans(self, scheduler_output: Any) -> tuple[ReusePlan, ...]:
-        """End of a scheduling step: what the worker has to do in it."""
+    def work(self, scheduler_output: Any) -> Plans:
+        """End of a scheduling step: what the workers have to do in it."""
         for request_id in scheduler_output.preempted_req_ids or ():
-            self._running.pop(request_id, None)
+            request = self._running.pop(request_id, None)
             self._in_flight.pop(request_id, None)
+            if self._keeping is not None and request is not None and request_id in self._book:
+                ticket = self._book.ticket(request_id)
+                self._keeping.preempted(request, ticket, self._outcomes[request_id].session)
         plans = tuple(self._sound(plan) for plan in self._book.end_step(self._blocks))
-        self._fresh.clear()
         for plan in plans:
             self._record(plan)
+        work = Plans(plans)
+        if self._keeping is not None:
+            alone = tuple(self._sound(plan) for plan in self._keeping.take_alone())
+            for plan in alone:
+                self._record_alone(*plan.members)
+            given_out = self._fresh.union(_grown(scheduler_output))
+            saves = self._keeping.due(plans, given_out, self._running)
+            work = Plans((*alone, *plans), saves)  # others may hit what comes back: it comes first
+        self._fresh.clear()
         self._in_flight = {
             request_id: request
             for request_id, request in self._in_flight.items()
             if request.num_computed_tokens < request.num_prompt_tokens
         }
-        return plans
+        return work
 
-    def ran(self, report: Mapping[str, Ran]) -> None:
-        """The workers tell what their passes did."""
-        for request_id, ran in report.items():
+    def ran(self, report: Report) -> None:
+        """The workers tell what they did."""
+        if self._keeping is not None:
+            self._keeping.confirm(report.saved, report.gone)
+        for request_id, ran in report.ran.items():
             if request_id in self._outcomes:
                 self._outcomes[request_id].ran = ran
             if ran.failure and request_id in self._running:
@@ -194,7 +220,15 @@ class SchedulerSide:
         outcome = self._outcomes.pop(request_id, None)
         if outcome is None:
             return None
-        reason = self._book.ticket(request_id).reason
+        ticket = self._book.ticket(request_id)
+        reason = ticket.reason
+        if self._keeping is not None:
+            whole = request.status != RequestStatus.FINISHED_ABORTED and not (
+                outcome.ran is not None and outcome.ran.failure
+            )
+            worth = whole and (outcome.asked or outcome.member is not None)
+            blocks = self._blocks(request_id) if worth else ()
+            self._keeping.finished(request, ticket, outcome.session, blocks)
         self._leave(request)
         if outcome.member is None:
             if not outcome.asked:
@@ -227,7 +261,11 @@ class SchedulerSide:
             same = all(pool[block].block_hash == known for block, known in zip(blocks, hashes))
             return same and self._fresh.isdisjoint(blocks)
 
-        self._book.retire(request_id, Held(full * self._block_size, blocks, stand))
+        held = Held(full * self._block_size, blocks, stand)
+        if self._keeping is not None:
+            index = self._keeping.index
+            held = held._replace(stored=lambda: index.exact_rows(request_id))
+        self._book.retire(request_id, held)
 
     def _sound(self, plan: ReusePlan) -> ReusePlan:
         """The plan, or one that reuses nothing if it breaks its contract."""
@@ -271,10 +309,24 @@ class SchedulerSide:
     def _record(self, plan: ReusePlan) -> None:
         for index, member in enumerate(plan.members):
             outcome = self._outcomes[member.request_id]
-            follows = bool(member.copies)
+            follows = any(not (copy.stored and copy.exact) for copy in member.copies)
             outcome.role = "follower" if follows else "leader" if index == 0 else "alone"
             outcome.reason = "" if follows else member.reason
             outcome.member = member
+
+    def _record_alone(self, member: Member) -> None:
+        """A request on the ordinary path of which the store gives rows back."""
+        outcome = self._outcomes[member.request_id]
+        if outcome.member is None:  # else it comes back after a preemption
+            ticket = self._book.ticket(member.request_id)
+            outcome.member, outcome.reason = replace(member, end=ticket.end), ticket.reason
+
+
+def _grown(scheduler_output: Any) -> Iterable[int]:
+    """Pages that running requests got in this step."""
+    for groups in scheduler_output.scheduled_cached_reqs.new_block_ids:
+        for blocks in groups or ():
+            yield from blocks
 
 
 def _own_namespace(request: Any, first: int) -> None:

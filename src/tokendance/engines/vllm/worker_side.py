@@ -1,6 +1,7 @@
 """The worker side: executes plans on vLLM's own layers.
 
-    start_load_kv(plans) -> collective pass -> (vLLM's forward computes the last prompt token)
+    start_load_kv(plans) -> save what has finished -> bring back what is stored
+                         -> collective pass -> (vLLM's forward computes the last prompt token)
 
 A pass that fails degrades to ordinary computation of the same rows, request by request; if that
 fails too, the pages are reported to vLLM, which recomputes or fails the request by its own policy.
@@ -17,8 +18,10 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
+from tokendance.config import Config
+from tokendance.engines.vllm.archive import Archive, BroughtBack
 from tokendance.engines.vllm.layers import VllmLayers
-from tokendance.engines.vllm.messages import Ran, Report
+from tokendance.engines.vllm.messages import Plans, Ran, Report
 from tokendance.engines.vllm.metrics import TokenDanceStats
 from tokendance.plan.reuse_plan import Member, ReusePlan
 from tokendance.reuse.collective import run_pass
@@ -32,20 +35,37 @@ class WorkerSide:
 
     def __init__(self, layers: VllmLayers, max_rows: int, backend: Recovery) -> None:
         self.layers = layers
+        self.archive: Archive | None = None  # with a store
         self._max_rows = max_rows
         self._backends: dict[str, Recovery] = {"": backend}
         self._failed_blocks: set[int] = set()
         self._stats = TokenDanceStats()
-        self._ran: dict[str, Ran] = {}
+        self._report = Report({})
+
+    def keep(self, config: Config, identity: str) -> None:
+        """Have a store from now on."""
+        self.archive = Archive(self.layers, config, identity, self._stats)
+
+    def step(self, work: Plans) -> None:
+        """Everything a step asks for. Never raises."""
+        if self.archive is not None and work.saves:
+            self._report.saved.update(self.archive.save(work.saves, self._stats))
+        if work.plans:
+            self.run(work.plans)
 
     def run(self, plans: Sequence[ReusePlan]) -> None:
         """Fill the rows of every plan. Never raises."""
-        for plan in plans:
+        paged = [self._on_pages(plan) for plan in plans]
+        back = BroughtBack(paged, {}, set())
+        if self.archive is not None:
+            back = self.archive.bring_back(paged, self._stats)
+            self._report = replace(self._report, gone=self._report.gone | back.gone)
+        for plan, pages in zip(plans, back.plans):
             started = time.perf_counter()
             try:
                 outcome = run_pass(
                     self.layers,
-                    self._on_pages(plan),
+                    pages,
                     self._max_rows,
                     [self._backend(member.backend) for member in plan.members],
                     _across_ranks,
@@ -53,16 +73,18 @@ class WorkerSide:
             except Exception as error:
                 self._stats.count_failure(type(error).__name__)
                 logger.exception("Collective pass failed; its requests are computed one by one.")
-                self._ran.update({m.request_id: Ran(failure=repr(error)) for m in plan.members})
+                failed = {m.request_id: Ran(failure=repr(error)) for m in plan.members}
+                self._report.ran.update(failed)
                 self._compute_alone(plan)
                 continue
-            self._ran.update(
-                {
-                    m.request_id: Ran(sum(map(len, m.recomputed)), m.deviation)
-                    for m in outcome.members
-                }
-            )
-            self._stats.observe_pass(plan, outcome, time.perf_counter() - started)
+            ran = {
+                m.request_id: Ran(
+                    sum(map(len, m.recomputed)), back.lost.get(m.request_id, 0), m.deviation
+                )
+                for m in outcome.members
+            }
+            self._report.ran.update(ran)
+            self._stats.observe_pass(plan, ran, outcome, time.perf_counter() - started)
         self._spread_failure(plans)
 
     def take_failed_blocks(self) -> set[int]:
@@ -71,10 +93,10 @@ class WorkerSide:
         return failed
 
     def take_report(self) -> Report | None:
-        """What ran since the last call, None if nothing did."""
-        if not self._ran:
+        """What was done since the last call, None if nothing was."""
+        if self._report == Report({}):
             return None
-        report, self._ran = Report(self._ran), {}
+        report, self._report = self._report, Report({})
         return report
 
     def take_stats(self) -> TokenDanceStats | None:
@@ -112,14 +134,10 @@ class WorkerSide:
 
     def _on_pages(self, plan: ReusePlan) -> ReusePlan:
         """The plan with the manager's blocks as kernel pages, where those are smaller."""
-        ratio = self.layers.pages_per_block
-        if ratio == 1:
+        if self.layers.pages_per_block == 1:
             return plan
-        tables = tuple(
-            replace(t, blocks=tuple(b * ratio + i for b in t.blocks for i in range(ratio)))
-            for t in plan.tables
-        )
-        return replace(plan, tables=tables)
+        tables = (replace(t, blocks=self.layers.pages(t.blocks)) for t in plan.tables)
+        return replace(plan, tables=tuple(tables))
 
 
 def _across_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,233 @@
+"""The worker's side of storage: finished requests into the store, stored rows back into pages.
+
+    save         pages of finished requests -> store, a family at a time, as its plan relates it
+    bring_back   plan with stored sources -> rows in the members' own pages -> the same plan, in
+                 which those rows are their own source
+
+Both run before the passes of a step, and before anything of the step has written to a page. What
+the store no longer has is computed; every tensor-parallel rank takes the same rows (M17-M19).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.logger import init_logger
+
+from tokendance.config import Config
+from tokendance.engines.vllm.layers import VllmLayers
+from tokendance.engines.vllm.metrics import TokenDanceStats
+from tokendance.plan.reuse_plan import Copy, Member, PageTable, ReusePlan
+from tokendance.plan.saving import Save, SaveFamily
+from tokendance.restore.jobs import Placement
+from tokendance.restore.pipeline import Restorer
+from tokendance.reuse.rows import slots_of
+from tokendance.store.base import Cache, EntryKey, Identity, Owner
+from tokendance.store.mirror import Entry
+from tokendance.store.store import Store
+from tokendance.store.tiers.base import TierQueue
+from tokendance.store.tiers.disk import DiskTier
+from tokendance.types import AgentId, RequestId, Rows, SessionId
+
+logger = init_logger(__name__)
+
+REMEMBERED = 8192
+"""Requests whose entries are remembered by request id."""
+
+TIER_WAIT_S = 1.0
+"""How long a step waits for rows that are on disk; reading them takes a fraction of computing."""
+
+
+class _Known(NamedTuple):
+    key: EntryKey
+    session: SessionId
+
+
+class BroughtBack(NamedTuple):
+    """plans: as asked, every stored copy either in place or left out. lost: per member, rows that
+    have to be computed. gone: entries that the store no longer has."""
+
+    plans: list[ReusePlan]
+    lost: dict[RequestId, int]
+    gone: set[RequestId]
+
+
+class Archive:
+    """One per worker process. Nothing here raises into the engine's step."""
+
+    def __init__(
+        self, layers: VllmLayers, config: Config, identity: str, stats: TokenDanceStats
+    ) -> None:
+        group = get_tp_group()
+        self._ranks = group
+        self._layers = layers
+        who = Identity(identity, tp_rank=group.rank_in_group, tp_size=group.world_size)
+        self._store = Store(
+            who,
+            budget=int(config.store_gib * 2**30),
+            int8=config.store_int8,
+            rotary=layers.rotary,
+            lower=_lower(config, who),
+        )
+        self._restorer = Restorer(layers.planes or layers.kv, layers.rotary, device=layers.device)
+        self._known: OrderedDict[RequestId, _Known] = OrderedDict()
+        stats.measure_copy(layers.device)
+
+    def save(self, families: Sequence[SaveFamily], stats: TokenDanceStats) -> dict[RequestId, bool]:
+        """Store finished requests; whether each was kept."""
+        kept: dict[RequestId, bool] = {}
+        for family in families:
+            started = time.perf_counter()
+            try:
+                kept |= self._save(family, stats)
+            except Exception as error:
+                stats.count_failure(f"save: {type(error).__name__}")
+                logger.exception("Finished requests could not be stored; they are computed again.")
+                kept |= {save.request_id: False for save in family.saves}
+            stats.observe_save(time.perf_counter() - started, self._store.stats())
+        return {name: bool(every) for name, every in zip(kept, self._agreed(list(kept.values())))}
+
+    def _save(self, family: SaveFamily, stats: TokenDanceStats) -> dict[RequestId, bool]:
+        caches = {save.request_id: self._cache(save) for save in family.saves}
+        if family.plan is not None:
+            results = self._store.put_family(family.plan, caches)
+        else:
+            results = [self._store.put(cache) for cache in caches.values()]
+        for result in results:
+            stats.count_saved(result.kind or f"refused: {result.reason}")
+            if result.key is not None:
+                session = caches[result.request_id].owner.session
+                self._known[result.request_id] = _Known(result.key, session)
+        while len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        return {result.request_id: result.key is not None for result in results}
+
+    def _cache(self, save: Save) -> Cache:
+        table = PageTable(save.request_id, self._layers.pages(save.blocks))
+        rows = Rows(0, len(save.token_ids))
+        return Cache(
+            request_id=save.request_id,
+            owner=Owner(SessionId(save.session), AgentId(save.agent)),
+            token_ids=save.token_ids,
+            kv=self._layers.kv,
+            slots=torch.from_numpy(slots_of(table, rows, self._layers.kv.page_size)).to(
+                self._layers.device
+            ),
+            exact_rows=save.exact_rows,
+            salt=save.salt.encode(),
+        )
+
+    def bring_back(self, plans: Sequence[ReusePlan], stats: TokenDanceStats) -> BroughtBack:
+        """Put the stored rows of plans (in kernel pages) where they belong."""
+        names = sorted({t.request_id for plan in plans for t in plan.tables if t.stored})
+        if not names:
+            return BroughtBack(list(plans), {}, set())
+        with ExitStack() as leases:
+            entries = [self._lease(name, leases) for name in names]
+            have = self._agreed([entry is not None for entry in entries])
+            held = {n: e for n, e, every in zip(names, entries, have) if every and e is not None}
+            done = held if all(self._agreed([self._place(plans, held, stats)])) else {}
+        placed = [_in_place(plan, done) for plan in plans]
+        lost = {
+            before.request_id: _stored_rows(before) - _stored_rows(after)
+            for plan, made in zip(plans, placed)
+            for before, after in zip(plan.members, made.members)
+        }
+        gone = set(names) - done.keys()
+        for name in gone:
+            self._known.pop(name, None)
+        return BroughtBack(placed, {name: rows for name, rows in lost.items() if rows}, gone)
+
+    def _lease(self, name: RequestId, leases: ExitStack) -> Entry | None:
+        known = self._known.get(name)
+        if known is None:
+            return None
+        entry = leases.enter_context(self._store.lease(known.key))
+        if entry is None and known.session and self._store.prefetch(known.session):
+            self._store.flush(TIER_WAIT_S)
+            entry = leases.enter_context(self._store.lease(known.key))
+        return entry
+
+    def _place(
+        self,
+        plans: Sequence[ReusePlan],
+        entries: dict[RequestId, Entry],
+        stats: TokenDanceStats,
+    ) -> bool:
+        """Restore what `entries` give to the plans, all at once, so that a master is read once."""
+        page_size, device = self._layers.kv.page_size, self._layers.device
+        try:
+            placements = [
+                Placement(
+                    entries[plan.tables[copy.source].request_id],
+                    torch.from_numpy(slots_of(plan.tables[member.table], copy.rows, page_size)).to(
+                        device
+                    ),
+                    Rows(copy.source_start, copy.source_start + copy.length),
+                    copy.start,
+                )
+                for plan in plans
+                for member in plan.members
+                for copy in member.copies
+                if _has(entries, plan, member, copy)
+            ]
+            if placements:
+                stats.observe_restore(self._restorer.restore(placements))
+        except Exception as error:
+            stats.count_failure(f"restore: {type(error).__name__}")
+            logger.exception("Stored rows could not be restored; they are computed.")
+            return False
+        return True
+
+    def _agreed(self, mine: list[bool]) -> list[bool]:
+        """What holds on every tensor-parallel rank."""
+        if self._ranks.world_size == 1 or not mine:
+            return mine
+        votes = torch.tensor(mine, dtype=torch.float32, device=self._layers.device)
+        every: list[bool] = (self._ranks.all_reduce(votes) >= self._ranks.world_size).tolist()
+        return every
+
+
+def _lower(config: Config, who: Identity) -> TierQueue | None:
+    if not config.store_folder:
+        return None
+    root = Path(config.store_folder).expanduser() / who.digest().hex()
+    return TierQueue(DiskTier(root, int(config.store_folder_gib * 2**30)))
+
+
+def _has(entries: dict[RequestId, Entry], plan: ReusePlan, member: Member, copy: Copy) -> bool:
+    """Whether an entry holds the rows of a copy, confirmed on token ids."""
+    entry = entries.get(plan.tables[copy.source].request_id) if copy.stored else None
+    if entry is None:
+        return False
+    theirs = entry.tokens[copy.source_start : copy.source_start + copy.length].numpy()
+    return np.array_equal(theirs, np.asarray(member.token_ids[copy.start : copy.end]))
+
+
+def _in_place(plan: ReusePlan, entries: dict[RequestId, Entry]) -> ReusePlan:
+    """The plan after its stored rows have been brought back; the others are computed."""
+    members = tuple(
+        replace(
+            member,
+            copies=tuple(
+                copy._replace(source=member.table, source_start=copy.start) if copy.stored else copy
+                for copy in member.copies
+                if not copy.stored or _has(entries, plan, member, copy)
+            ),
+        )
+        for member in plan.members
+    )
+    return replace(plan, members=members)
+
+
+def _stored_rows(member: Member) -> int:
+    return sum(copy.length for copy in member.copies if copy.stored)

@@ -1,0 +1,160 @@
+"""The scheduler's side of storage: what is worth storing, and what a prompt gets back (M17, M26).
+
+finished, preempted -> SaveQueue -> workers -> confirmed -> StoredIndex -> rows of later prompts
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Container, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tokendance.config import Config
+from tokendance.plan.reuse_plan import Copy, Member, PageTable, ReusePlan
+from tokendance.plan.saving import Save, SaveFamily, SaveQueue
+from tokendance.plan.stored import StoredEntry, StoredIndex
+from tokendance.plan.ticket import State, StoredRows, Ticket
+from tokendance.types import AgentId, RequestId, RoundId
+
+
+class _Look(NamedTuple):
+    """What a look into the index depended on."""
+
+    cached: int
+    tokens: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """Rows [cached, rows) of a request on the ordinary path come from the store."""
+
+    stored: StoredRows
+    cached: int
+    rows: int
+
+
+class Keeping:
+    """One per engine with a store."""
+
+    def __init__(self, config: Config, block_size: int) -> None:
+        self.index = StoredIndex(block_size)
+        self._block_size = block_size
+        self._approximate = config.store_int8
+        self._queue = SaveQueue()
+        self._urgent: list[SaveFamily] = []
+        self._sent: dict[RequestId, StoredEntry] = {}  # on their way to the workers
+        self._looks: dict[RequestId, _Look] = {}
+        self._alone: dict[RequestId, _Alone] = {}
+        self._starting: list[ReusePlan] = []
+
+    # -- back from the store -------------------------------------------------------------------
+
+    def look(self, request: Any, ticket: Ticket, session: str, cached: int) -> None:
+        """Note on the ticket what the store holds of a waiting request; cheap if nothing changed
+        since the last look."""
+        look = _Look(cached, request.num_tokens, self.index.version)
+        if self._looks.get(ticket.request_id) == look:
+            return
+        self._looks[ticket.request_id] = look
+        tokens = ticket.token_ids
+        if request.num_tokens > len(tokens):
+            tokens = array("q", request.all_token_ids)
+        owner = (request.cache_salt or "", session, ticket.agent)
+        ticket.stored = self.index.find(owner, tokens, request.block_hashes, cached)
+
+    def rows_alone(self, request: Any, ticket: Ticket, cached: int) -> int:
+        """Rows beyond `cached` that a request on the ordinary path gets back, less than a page is
+        not worth it. Approximate ones only if they are its own, from before a preemption."""
+        self._alone.pop(ticket.request_id, None)
+        stored = ticket.stored
+        if stored is None:
+            return 0
+        own = stored.request_id == ticket.request_id
+        rows = min(stored.rows if own else stored.exact, int(request.num_tokens) - 1)
+        if rows - cached < self._block_size:
+            return 0
+        self._alone[ticket.request_id] = _Alone(stored, cached, rows)
+        return rows - cached
+
+    def start_alone(self, request: Any, blocks: tuple[int, ...]) -> None:
+        """Such a request has got its pages."""
+        request_id = RequestId(request.request_id)
+        alone = self._alone.pop(request_id, None)
+        if alone is None:
+            return
+        exact = max(alone.cached, min(alone.stored.exact, alone.rows))
+        runs = ((alone.cached, exact, True), (exact, alone.rows, False))
+        copies = tuple(Copy(1, a, a, b - a, sure, True) for a, b, sure in runs if a < b)
+        member = Member(
+            request_id=request_id,
+            agent=AgentId(""),
+            table=0,
+            token_ids=array("q", request.all_token_ids),
+            cached=alone.cached,
+            end=alone.rows,
+            copies=copies,
+        )
+        tables = (PageTable(request_id, blocks), PageTable(alone.stored.request_id, (), True))
+        self._starting.append(ReusePlan(RoundId(""), (member,), tables))
+
+    def take_alone(self) -> list[ReusePlan]:
+        """The plans of those that started in this step."""
+        starting, self._starting = self._starting, []
+        return starting
+
+    # -- into the store ------------------------------------------------------------------------
+
+    def finished(self, request: Any, ticket: Ticket, session: str, blocks: tuple[int, ...]) -> None:
+        """A request is over. blocks: its pages, () if it is not to be stored."""
+        self._looks.pop(ticket.request_id, None)
+        self._alone.pop(ticket.request_id, None)
+        rows = min(request.num_computed_tokens, request.num_tokens - 1)
+        if not blocks or rows < self._block_size:
+            return self._queue.left(ticket.request_id)
+        tokens = array("q", request.all_token_ids[:rows])
+        self._queue.add(self._save(request, ticket, session, tokens, blocks))
+
+    def preempted(self, request: Any, ticket: Ticket, session: str) -> None:
+        """A request has lost its pages in this step; what the pass filled of them is kept."""
+        if ticket.state is State.COLLECTIVE and ticket.end >= self._block_size:
+            tokens = array("q", ticket.token_ids[: ticket.end])
+            save = self._save(request, ticket, session, tokens, ticket.blocks)
+            plan = self._queue.plan_of(ticket.request_id)
+            self._urgent.append(SaveFamily(plan, (save,)))
+
+    def _save(
+        self,
+        request: Any,
+        ticket: Ticket,
+        session: str,
+        tokens: array[int],
+        blocks: tuple[int, ...],
+    ) -> Save:
+        rows, salt = len(tokens), request.cache_salt or ""
+        exact = rows if ticket.approximate_from is None else min(rows, ticket.approximate_from)
+        exact = 0 if self._approximate else exact
+        hashes = tuple(request.block_hashes[: exact // self._block_size])
+        entry = StoredEntry(ticket.request_id, (salt, session, ticket.agent), tokens, exact, hashes)
+        self._sent[ticket.request_id] = entry
+        pages = blocks[: -(-rows // self._block_size)]
+        return Save(ticket.request_id, session, ticket.agent, tokens, pages, exact, salt)
+
+    def due(
+        self, plans: Iterable[ReusePlan], given_out: Iterable[int], running: Container[str]
+    ) -> tuple[SaveFamily, ...]:
+        """What the workers have to store in this step, in which `plans` start."""
+        for plan in plans:
+            self._queue.planned(plan)
+        urgent, self._urgent = self._urgent, []
+        return (*self._queue.due(given_out, running), *urgent)
+
+    def confirm(self, saved: Mapping[RequestId, bool], gone: Collection[RequestId]) -> None:
+        """What the workers have stored, and what they have no longer."""
+        if gone:
+            self.index.forget(gone)
+        for request_id, kept in saved.items():
+            entry = self._sent.pop(request_id, None)
+            if entry is not None and kept:
+                self.index.add(entry)
