@@ -103,7 +103,9 @@ def bench_prefill(
                         engine.round(histories)
                     ours = engine.settings.tokendance
                     file = Path(scratch) / f"{ours}.npy"
-                    results[ours] = engine.round(_for(engine, calls), logits=file, logit_rows=1)
+                    results[ours] = engine.round(
+                        for_engine(engine, calls), logits=file, logit_rows=1
+                    )
                 if turn < 0:
                     continue  # first use of kernels and caches
                 rows.append({"warm": warm, **_row(results)})
@@ -165,7 +167,8 @@ class _both(ExitStack):
         return [self.enter_context(EngineProcess(settings)) for settings in self._settings]
 
 
-def _for(engine: EngineProcess, calls: Sequence[Call]) -> list[Call]:
+def for_engine(engine: EngineProcess, calls: Sequence[Call]) -> list[Call]:
+    """The calls as this engine is sent them: plain vLLM takes no hints."""
     return [c if engine.settings.tokendance else c._replace(hints=None) for c in calls]
 
 

@@ -76,7 +76,8 @@ def from_trace(
 ) -> Session:
     """The first rounds of a trace for its first agents; answers are cut to `output_tokens`.
 
-    The prompts stay as they are: they hold what all agents have said. Raises TraceError.
+    A request without a stored answer is made to repeat the beginning of its prompt. The prompts
+    stay as they are: they hold what all agents have said. Raises TraceError.
     """
     trace = Trace(path)
     header = trace.header
@@ -89,7 +90,7 @@ def from_trace(
     made = []
     for round_ in islice(trace.rounds(), rounds):
         prompts = [render(r) for r in round_.requests if r.agent in wanted]
-        answered = [replace(p, output=(p.output or p.ids[-1:])[:output_tokens]) for p in prompts]
+        answered = [replace(p, output=(p.output or p.ids)[:output_tokens]) for p in prompts]
         if answered:
             made.append(tuple(answered))
     return Session(header.name, tuple(made), chat=header.render == "chat")

@@ -19,6 +19,7 @@ COMMANDS = (
     "restore",
     "churn",
     "capacity",
+    "export",
     "similarity",
 )
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 TEXT = "round latency and memory against agents, six engines in a KV pool of fixed size"
 PAGE = 32
-QUICK = {"agents": [2, 3], "qps": [0.0], "repeat": 1, "output_tokens": 6, "private": 40}
+QUICK = {"agents": [2, 4], "qps": [0.0], "repeat": 1, "output_tokens": 24, "private": 40}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

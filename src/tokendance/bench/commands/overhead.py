@@ -1,4 +1,8 @@
-"""`tokendance bench overhead`: what TokenDance costs requests that share nothing."""
+"""`tokendance bench overhead`: what TokenDance costs requests that share nothing.
+
+Once among themselves, and once for a single request that is being answered while a round of agents
+arrives.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +31,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, default=RESULTS / "overhead.json", help="default: %(default)s")
     add("--agents", type=int, default=8, help="requests at a time; default: %(default)s")
     add("--tokens", type=int, default=256, help="of each prompt; default: %(default)s")
+    add(
+        "--max-batched-tokens",
+        type=int,
+        default=2048,
+        help="of an engine step, beside a round; default: %(default)s",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    from tokendance.bench.prefill import bench_overhead, words_of
+    from tokendance.bench.bystander import bench_bystander
+    from tokendance.bench.prefill import RoundShape, bench_overhead, words_of
     from tokendance.bench.render import HFTokenizer
 
     need_model(args.model)
     traces = sorted(workloads().glob("*.jsonl"))
     words = words_of(traces, HFTokenizer(args.model).encode, args.seed)
+    model = str(args.model)
     measured = bench_overhead(
-        str(args.model), args.agents, args.tokens, words, args.repeat, args.threads, say
+        model, args.agents, args.tokens, words, args.repeat, args.threads, say
     )
-    write_result(args.out, shown_command("overhead"), {"model": args.model.name, **measured})
+    shape = RoundShape(args.agents, private=96, blocks=args.agents, block=32)
+    bystander = bench_bystander(
+        model, shape, words, args.repeat, args.threads, args.max_batched_tokens, say
+    )
+    result = {"model": args.model.name, **measured, "bystander": bystander}
+    write_result(args.out, shown_command("overhead"), result)
     return 0
