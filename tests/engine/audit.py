@@ -43,7 +43,10 @@ class Audit:
             exact = min((c.start for c in member.copies if not c.exact), default=member.end)
             self._check_exact(plan, member, exact)
             for copy in member.copies:
-                self._check_copy(plan, member, copy)
+                if not copy.stored:
+                    self._check_copy(plan, member, copy)
+                elif plan.tables[copy.source].request_id in self._engine.book._kept:
+                    self._check_stored(plan, member, copy)
             self._check_computed(plan, member, exact)
             self.members += 1
         self.plans.append(plan)
@@ -63,6 +66,19 @@ class Audit:
         wanted = [(self._layers.rotary.rotate(k, copy.delta), v) for k, v in source]
         found = self.read(plan.tables[member.table], copy.rows)
         self._compare(found, wanted, f"{copy} of {member.request_id}")
+
+    def _check_stored(self, plan: ReusePlan, member: Member, copy: Copy) -> None:
+        """Rows of a kept leader that came out of the store are what it had computed."""
+        ticket = self._engine.book.ticket(plan.tables[copy.source].request_id)
+        rows = Rows(copy.source_start, copy.source_start + copy.length)
+        if rows.end > len(ticket.token_ids):
+            return  # decoded rows, of which the ticket knows nothing
+        with self.scratch(rows.end) as table:
+            self.compute(table, [*ticket.token_ids[: rows.end], 0], [Rows(0, rows.end)])
+            source = self.read(table, rows)
+        wanted = [(self._layers.rotary.rotate(k, copy.delta), v) for k, v in source]
+        found = self.read(plan.tables[member.table], copy.rows)
+        self._compare(found, wanted, f"{copy} of {member.request_id}, out of the store")
 
     def _check_source(self, plan: ReusePlan, copy: Copy, rows: Rows) -> None:
         """Rows of a leader from an earlier step are all there; members are checked themselves."""
