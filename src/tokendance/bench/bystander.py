@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tokendance.bench.engine_process import Call, EngineProcess, EngineSettings, RoundResult
+from tokendance.bench.engine_process import Call, Clock, EngineProcess, EngineSettings, RoundResult
 from tokendance.bench.prefill import RoundShape, Say, Words, for_engine, round_calls
 
 PROMPT_TOKENS = 64
@@ -32,17 +32,28 @@ def bench_bystander(
     repeat: int,
     threads: int,
     step_tokens: int,
+    clock: Clock,
     say: Say,
 ) -> dict[str, Any]:
     """Percentiles of the gaps, on plain vLLM and on TokenDance, in milliseconds.
 
-    step_tokens: max_num_batched_tokens of both engines.
+    step_tokens: max_num_batched_tokens of both engines. clock: of the gaps.
     """
     gaps: dict[str, list[float]] = {"plain": [], "tokendance": []}
     alone: dict[str, list[float]] = {"plain": [], "tokendance": []}
     with ExitStack() as stack:
         engines = {
-            name: stack.enter_context(EngineProcess(_settings(model, name, threads, step_tokens)))
+            name: stack.enter_context(
+                EngineProcess(
+                    EngineSettings(
+                        model,
+                        tokendance=name == "tokendance",
+                        threads=threads,
+                        max_num_batched_tokens=step_tokens,
+                        clock=clock,
+                    )
+                )
+            )
             for name in gaps
         }
         for engine in engines.values():
@@ -62,6 +73,7 @@ def bench_bystander(
         "agents": shape.agents,
         "tokens": len(members[0].prompt),
         "max_num_batched_tokens": step_tokens,
+        "clock": clock,
         "repetitions": repeat,
         "alone_p50_ms": _percentiles(alone, 50),
         **{f"decode_{name}_ms": _percentiles(gaps, share) for name, share in FIGURES.items()},
@@ -77,12 +89,6 @@ def gaps_within(result: RoundResult, start_s: float) -> list[float]:
     end_s = max(call.finish_s for call in others)
     times = bystander.token_s
     return [b - a for a, b in pairwise(times) if b > start_s and a < end_s]
-
-
-def _settings(model: str, name: str, threads: int, step_tokens: int) -> EngineSettings:
-    return EngineSettings(
-        model, name == "tokendance", threads=threads, max_num_batched_tokens=step_tokens
-    )
 
 
 def _calls(name: str, shape: RoundShape, words: Words) -> list[Call]:

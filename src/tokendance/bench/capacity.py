@@ -165,7 +165,8 @@ def figures(result: RoundResult, qps: float) -> dict[str, Any]:
     """One round as plain data; seconds of an agent count from its arrival, in order of arrival."""
     arrivals = [i / qps if qps else 0.0 for i in range(len(result.calls))]
     return {
-        "round_s": result.total_wall_s,
+        "round_s": max(call.finish_s for call in result.calls),
+        "wall_s": result.total_wall_s,
         "cpu_s": result.total_cpu_s,
         "ttft_s": [call.first_token_s - at for call, at in zip(result.calls, arrivals)],
         "latency_s": [call.finish_s - at for call, at in zip(result.calls, arrivals)],

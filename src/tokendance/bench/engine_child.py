@@ -24,7 +24,14 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, BatchUpdate
 
-from tokendance.bench.engine_process import Call, CallResult, EngineSettings, Ready, RoundResult
+from tokendance.bench.engine_process import (
+    Call,
+    CallResult,
+    Clock,
+    EngineSettings,
+    Ready,
+    RoundResult,
+)
 
 IDLE_S = 0.001  # between engine steps that had nothing to do
 
@@ -82,7 +89,8 @@ class Engine:
         self.scheduler = core.engine_core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.connector = settings.tokendance
-        self.pages = _Pages()
+        self.clock = settings.clock
+        self.pages = _Pages(time.perf_counter)
         Teacher.kept = {}
         Teacher.before_step = self._count_pages
 
@@ -107,12 +115,12 @@ class Engine:
     ) -> RoundResult:
         Teacher.keep_rows = rows if path else 0
         Teacher.kept = {}
-        self.pages = _Pages()
-        run = _Run(calls)
+        run = _Run(calls, self.clock)
+        self.pages = _Pages(run.now)
         waiting = deque(sorted(calls, key=lambda call: call.arrival_s))
         sent: list[Any] = []
         while waiting or self.engine.has_unfinished_requests():
-            while waiting and waiting[0].arrival_s <= run.wall():
+            while waiting and waiting[0].arrival_s <= run.now():
                 if one_by_one and len(run.first) < len(sent):
                     break
                 sent.append(self._send(waiting.popleft()))
@@ -120,7 +128,7 @@ class Engine:
             for output in outputs:
                 run.note(output)
             if not outputs:
-                time.sleep(IDLE_S)
+                run.idle()
         preemptions = sum(request.num_preemptions for request in sent)
         result = run.result(self.pages, preemptions, path)
         if path:
@@ -138,15 +146,16 @@ class Engine:
 
 
 class _Pages:
-    """Pages in use during one round."""
+    """Pages in use during one round, by a clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.peak = self._used = 0
+        self._clock = clock
         self._seconds = self._page_seconds = 0.0
-        self._since = time.perf_counter()
+        self._since = clock()
 
     def note(self, used: int) -> None:
-        now = time.perf_counter()
+        now = self._clock()
         if self.peak:  # not before the first request has pages
             self._seconds += now - self._since
             self._page_seconds += self._used * (now - self._since)
@@ -183,8 +192,10 @@ def _params(call: Call) -> SamplingParams:
 class _Run:
     """The clocks of one round and what its calls have reached."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
+    def __init__(self, calls: Sequence[Call], clock: Clock) -> None:
         self.calls = calls
+        self.clock = clock
+        self.idle_s = 0.0
         self.first: dict[str, float] = {}
         self.tokens: dict[str, list[float]] = {call.id: [] for call in calls}
         self.last: dict[str, Any] = {}
@@ -193,21 +204,35 @@ class _Run:
         self.cpu_start, self.wall_start = time.process_time(), time.perf_counter()
         self.total = (0.0, 0.0)
 
-    def wall(self) -> float:
-        return time.perf_counter() - self.wall_start
+    def now(self) -> float:
+        """Seconds since the start, on the engine's clock."""
+        return self._on_clock(*self._spent())
+
+    def idle(self) -> None:
+        """Wait a moment for something to do."""
+        time.sleep(IDLE_S)
+        self.idle_s += IDLE_S
 
     def note(self, output: Any) -> None:
-        now = (time.process_time() - self.cpu_start, self.wall())
+        spent = self._spent()
+        now = self._on_clock(*spent)
         if output.request_id not in self.first:
-            self.first[output.request_id] = now[1]
+            self.first[output.request_id] = now
             if len(self.first) == len(self.calls):
-                self.prefill = now
+                self.prefill = spent
         times = self.tokens[output.request_id]
-        times.extend([now[1]] * (len(output.outputs[0].token_ids) - len(times)))
+        times.extend([now] * (len(output.outputs[0].token_ids) - len(times)))
         if output.finished:
             self.last[output.request_id] = output
-            self.finish[output.request_id] = now[1]
-            self.total = now
+            self.finish[output.request_id] = now
+            self.total = spent
+
+    def _spent(self) -> tuple[float, float]:
+        """CPU seconds and wall seconds since the start."""
+        return time.process_time() - self.cpu_start, time.perf_counter() - self.wall_start
+
+    def _on_clock(self, cpu: float, wall: float) -> float:
+        return wall if self.clock == "wall" else cpu + self.idle_s
 
     def result(self, pages: _Pages, preemptions: int, logits: str | None) -> RoundResult:
         results, row = [], 0

@@ -17,7 +17,12 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
+
+Clock = Literal["wall", "cpu"]
+"""What the seconds of a call are: time on the wall, or CPU seconds of the engine's process plus the
+time it waits for something to do. On one thread of a CPU the second is what the first would be on a
+machine with nothing else to do."""
 
 
 class EngineError(RuntimeError):
@@ -33,7 +38,7 @@ class EngineSettings:
     max_model_len: None takes the model's own. kv_cache_gib: memory of the KV cache
     (on a CPU; on a GPU `memory_share` rules). pages: pages of the KV cache that requests may use,
     instead of as many as fit. offload_gib: host memory of vLLM's own KV offloading, None for none.
-    threads: OpenMP threads.
+    threads: OpenMP threads. clock: of the seconds of a call.
     """
 
     model: str
@@ -49,6 +54,7 @@ class EngineSettings:
     pages: int | None = None
     offload_gib: float | None = None
     threads: int = 1
+    clock: Clock = "wall"
 
     @property
     def name(self) -> str:
@@ -116,7 +122,7 @@ class Call(NamedTuple):
 
 
 class CallResult(NamedTuple):
-    """What became of a call. Seconds of wall time since the start of the round.
+    """What became of a call. Seconds on the engine's clock since the start of the round.
 
     cached: prompt tokens that the engine did not compute, whatever the reason. outcome: the
     response's kv_transfer_params. logits: rows of this call in RoundResult.logits. token_s: when

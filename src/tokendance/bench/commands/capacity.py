@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tokendance.bench.commands.common import (
     RESULTS,
     BenchError,
+    add_clock,
     need_model,
     say,
     shown_command,
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=2, help="the first is not counted; default: %(default)s")
     add("--repeat", type=int, default=3, help="default: %(default)s")
     add("--threads", type=int, default=1, help="default: %(default)s")
+    add_clock(parser)
     add("--seed", type=int, default=0, help="default: %(default)s")
     add("--engines", nargs="+", default=None, help="default: all, see below", metavar="ENGINE")
     add("--max-batched-tokens", type=int, default=2048, help="of an engine step; default: 2048")
@@ -113,6 +115,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "rounds": args.rounds,
         "repetitions": args.repeat,
         "threads": args.threads,
+        "clock": args.clock,
         "max_num_batched_tokens": args.max_batched_tokens,
     }
 
@@ -161,6 +164,7 @@ def _study(
         pages=args.pool_pages,
         memory_share=0.28,
         threads=args.threads,
+        clock=args.clock,
     )
     baselines = tuple(b for b in BASELINES if b.name in wanted and b.name not in skipped)
     agents, qps = tuple(sorted(set(args.agents))), tuple(sorted(set(args.qps)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -23,6 +24,17 @@ def workloads(size: str = "small") -> Path:
     here = WORKLOADS.with_name(size)
     checkout = Path(__file__).resolve().parents[4] / here
     return here if here.exists() or not checkout.exists() else checkout
+
+
+def add_clock(parser: argparse.ArgumentParser) -> None:
+    """--clock, for a command whose seconds another program on the machine would spoil."""
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu: count CPU seconds of the engine and its waiting, which with one thread is what "
+        "the wall clock shows on an idle machine; default: %(default)s",
+    )
 
 
 def need_model(folder: Path) -> None:

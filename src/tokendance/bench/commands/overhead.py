@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tokendance.bench.commands.common import (
     RESULTS,
+    add_clock,
     need_model,
     say,
     shown_command,
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", type=Path, default=DEFAULT_FOLDER, help="model folder; default: %(default)s")
     add("--repeat", type=int, default=3, help="counted repetitions; default: %(default)s")
     add("--threads", type=int, default=1, help="default: %(default)s")
+    add_clock(parser)
     add("--seed", type=int, default=0, help="default: %(default)s")
     add("--out", type=Path, default=RESULTS / "overhead.json", help="default: %(default)s")
     add("--agents", type=int, default=8, help="requests at a time; default: %(default)s")
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     )
     shape = RoundShape(args.agents, private=96, blocks=args.agents, block=32)
     bystander = bench_bystander(
-        model, shape, words, args.repeat, args.threads, args.max_batched_tokens, say
+        model, shape, words, args.repeat, args.threads, args.max_batched_tokens, args.clock, say
     )
     result = {"model": args.model.name, **measured, "bystander": bystander}
     write_result(args.out, shown_command("overhead"), result)
