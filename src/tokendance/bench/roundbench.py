@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import torch
 
 from tokendance.bench.rounds import PAGE, LastRound, donor_plan, leader_plan
-from tokendance.engines.reference.engine import ReferenceEngine
+from tokendance.engines.reference.engine import ReferenceEngine, Stream
 from tokendance.engines.reference.model import Model
 from tokendance.plan.reuse_plan import ReusePlan
 from tokendance.reuse.base import LayerEngine
@@ -93,20 +93,12 @@ class RoundBench:
         for stream, prompt, cached in zip(self.streams, self.round.prompts, self.round.cached):
             stream.token_ids[:] = prompt.ids
             stream.filled = cached
+        reuse = None
+        if method is not PLAIN:
+            reuse = Reuse(self.plans[method.source], self.backend(method), method.serial)
         cpu, wall = time.process_time(), time.perf_counter()
-        outcome = self._run_plan(method) if method is not PLAIN else None
-        groups = [[s] for s in self.streams] if method.serial else [self.streams]
-        ends = torch.cat([self.engine.prefill(group) for group in groups])
+        ends, outcome = prefill(self.engine, self.streams, reuse)
         return Filled(time.process_time() - cpu, time.perf_counter() - wall, ends, outcome)
-
-    def _run_plan(self, method: Method) -> PassOutcome:
-        plan = self.plans[method.source]
-        runner = run_serial if method.serial else run_pass
-        backends = [self.backend(method)] * len(plan.members)
-        outcome = runner(cast(LayerEngine, self.engine), plan, MAX_ROWS, backends)
-        for stream, member in zip(self.streams, plan.members):
-            stream.filled = member.end
-        return outcome
 
     def backend(self, method: Method) -> Recovery:
         if method.backend == "cacheblend":
@@ -115,6 +107,30 @@ class RoundBench:
             tokens = first_tokens(self.plans[method.source], method.ratio)
             return create("legolink", {"tokens": tokens})
         return create(method.backend)
+
+
+class Reuse(NamedTuple):
+    """A plan and how to carry it out. serial: request by request, what run_pass is compared
+    with."""
+
+    plan: ReusePlan
+    backend: Recovery
+    serial: bool = False
+
+
+def prefill(
+    engine: ReferenceEngine, streams: Sequence[Stream], reuse: Reuse | None
+) -> tuple[torch.Tensor, PassOutcome | None]:
+    """Fill prompts as a plan says, or compute them; logits float32 [streams, vocab] of the ends."""
+    if reuse is None:
+        return engine.prefill(streams), None
+    runner = run_serial if reuse.serial else run_pass
+    backends = [reuse.backend] * len(reuse.plan.members)
+    outcome = runner(cast(LayerEngine, engine), reuse.plan, MAX_ROWS, backends)
+    for stream, member in zip(streams, reuse.plan.members):
+        stream.filled = member.end
+    groups = [[stream] for stream in streams] if reuse.serial else [streams]
+    return torch.cat([engine.prefill(group) for group in groups]), outcome
 
 
 def first_tokens(plan: ReusePlan, ratio: float) -> int:
