@@ -36,7 +36,7 @@ def test_quick_run(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
         assert 0 < ends[0] < ends[1] <= ends[2]
         assert row["cpu_s"]["median"] > 0
         assert 0 < row["mean_pages"] <= row["peak_pages"] <= 12
-    # Four prompts of 150 tokens and more, of which 96 are the same: nobody else computes them once.
+    # Of four prompts 96 tokens are the same; only plain vLLM computes them four times.
     computed = {engine: rows[engine, 4]["computed"] for engine, n in rows if n == 4}
     shared = 4 * 24
     assert computed["tokendance"] <= computed["prefix"] - 3 * shared + 3

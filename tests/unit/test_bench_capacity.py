@@ -277,7 +277,7 @@ def study(*names: str) -> Study:
     return Study(baselines, (2, 4), (0.0,), 2, base, 1.0)
 
 
-def measured(study: Study, partial: Path) -> dict[str, Any]:
+def measured(study: Study, partial: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
     return run_study(study, session, WORDS, partial, lambda text: None)
 
 
@@ -285,14 +285,14 @@ def test_a_study_runs_every_cell_once_and_reports_what_does_not_start(
     engine: type[CountingEngine], tmp_path: Path
 ) -> None:
     names = ("prefix", "reordered", "offload", "cacheblend-serial", "tokendance")
-    found = measured(study(*names), tmp_path / "x.partial")
+    lines, skipped = measured(study(*names), tmp_path / "x.partial")
     assert len(engine.started) == 3  # one for each kind of process, whoever runs in it
     counted = [id_ for id_ in engine.played if not id_.startswith("warm")]
     cells = [f"{r}.{n}.0.{name}" for r in (0, 1) for n in (2, 4) for name in names]
     cells = [cell for cell in cells if "offload" not in cell]
     wanted = [f"{cell}.{index}.0" for cell in cells for index in (0, 1)]
-    assert sorted(counted) == sorted([*wanted, "strangers.0"])
-    summary = summarise(found["lines"], names, found["skipped"], 7.0)
+    assert sorted(counted) == sorted([*wanted, "stranger0"])
+    summary = summarise(lines, names, skipped, 7.0)
     assert summary["skipped"] == {"offload": "Exception: no host memory"}
     rows = {(row["engine"], row["agents"]): row for row in summary["rows"]}
     assert set(rows) == {(name, n) for name in names if name != "offload" for n in (2, 4)}
@@ -319,12 +319,12 @@ def test_an_interrupted_study_goes_on_where_it_ended(
     kept = [json.loads(line) for line in partial.read_text().splitlines()]
     assert 0 < len(kept) < 8
     engine.fail_after, engine.played = None, []
-    lines = measured(study("prefix", "tokendance"), partial)["lines"]
+    lines, _ = measured(study("prefix", "tokendance"), partial)
     after = [id_ for id_ in engine.played if not id_.startswith("warm")]
     again = set(before) & set(after)
     assert len(again) == 1  # the session that was cut off began anew
     assert lines[: len(kept)] == kept
-    whole = measured(study("prefix", "tokendance"), tmp_path / "other.partial")["lines"]
+    whole, _ = measured(study("prefix", "tokendance"), tmp_path / "other.partial")
     assert sorted(line["key"] for line in lines) == sorted(line["key"] for line in whole)
 
 

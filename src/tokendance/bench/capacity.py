@@ -9,6 +9,7 @@ round of the prefix engine and as many requests that have nothing to do with eac
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from tokendance.bench.engine_process import (
 )
 from tokendance.bench.partial import append_line, read_lines
 from tokendance.bench.prefill import Words, spread
+from tokendance.bench.render import Prompt
 from tokendance.bench.sessions import Session, strangers
 
 Say = Callable[[str], None]
@@ -35,7 +37,7 @@ CROWD = "prefix"
 """The engine of figure 2: plain vLLM."""
 
 STRANGERS = "strangers"
-"""Key of the cell with independent requests."""
+"""The cell with independent requests, as if it were an engine."""
 
 
 class Cell(NamedTuple):
@@ -82,7 +84,6 @@ class Fleet(ExitStack):
     def __init__(self, study: Study, warm_up: Session, say: Say) -> None:
         super().__init__()
         self.skipped: dict[str, str] = {}
-        self.dtype = ""
         self._study = study
         self._warm_up = warm_up
         self._say = say
@@ -109,7 +110,7 @@ class Fleet(ExitStack):
             settings = baseline.settings(self._study.base, self._study.offload_gib)
             engine = self.enter_context(EngineProcess(settings))
             try:
-                self.dtype = engine.ready().dtype
+                engine.ready()
             except EngineError as error:
                 self._failed[kind] = cause(error)
                 self._say(f"{baseline.name} does not start: {self._failed[kind]}")
@@ -134,31 +135,76 @@ def play(
     ]
 
 
+class Record:
+    """The lines of a study, in order. What the partial file holds is not measured again."""
+
+    def __init__(self, partial: Path, say: Say) -> None:
+        self.lines: list[Line] = []
+        self._partial = partial
+        self._say = say
+        self._done = {line["key"]: line for line in read_lines(partial)}
+
+    def once(self, cell: Cell, engine: str, measure: Callable[[], Line | None]) -> Line | None:
+        """The line of a cell on an engine, measured if need be; None if it cannot be."""
+        key = f"{cell.name}.{engine}"
+        if key not in self._done:
+            measured = measure()
+            if measured is None:
+                return None
+            self._done[key] = {"key": key, **cell._asdict(), "engine": engine, **measured}
+            append_line(self._partial, self._done[key])
+            self._say(f"{key}: {measured['rounds'][-1]['round_s']:.1f} s")
+        self.lines.append(self._done[key])
+        return self._done[key]
+
+
 def run_study(
     study: Study, session: Callable[[Cell], Session], words: Words, partial: Path, say: Say
-) -> dict[str, Any]:
-    """Run all cells that `partial` does not hold; everything measured, as plain data.
+) -> tuple[list[Line], dict[str, str]]:
+    """Run all cells that `partial` does not hold: all lines of the study, and who is skipped why.
 
     Raises EngineError if an engine that has started fails.
     """
-    done = {line["key"]: line for line in read_lines(partial)}
-    warm_up = session(Cell(-1, min(study.agents), 0.0))
-    with Fleet(study, warm_up, say) as fleet:
+    record = Record(partial, say)
+    with Fleet(study, session(Cell(-1, min(study.agents), 0.0)), say) as fleet:
         for index, cell in enumerate(study.cells()):
             for baseline in study.turns(index):
-                key = f"{cell.name}.{baseline.name}"
-                engine = fleet.get(baseline) if key not in done else None
-                if engine is None:
-                    continue
-                results = play(engine, baseline, session(cell), key, cell.qps)
-                counted = results[1:] or results
-                rounds = [figures(result, cell.qps) for result in counted]
-                done[key] = _line(key, cell, baseline.name, rounds)
-                done[key]["dtype"] = fleet.dtype
-                append_line(partial, done[key])
-                say(f"{key}: {rounds[-1]['round_s']:.1f} s")
-        _run_strangers(study, session, words, fleet, done, partial)
-        return {"lines": list(done.values()), "skipped": fleet.skipped}
+                measure = functools.partial(_measure, fleet, baseline, cell, session)
+                record.once(cell, baseline.name, measure)
+        cell = Cell(0, max(study.agents), 0.0)
+        crowd = [x for x in record.lines if x["key"] == f"{cell.name}.{CROWD}"]
+        if crowd:
+            baseline = next(b for b in study.baselines if b.name == CROWD)
+            round_s = crowd[0]["rounds"][-1]["round_s"]
+            prompts = strangers(session(cell).rounds[-1], words)
+            record.once(cell, STRANGERS, lambda: _spread_out(fleet, baseline, prompts, round_s))
+        return record.lines, fleet.skipped
+
+
+def _measure(
+    fleet: Fleet, baseline: Baseline, cell: Cell, session: Callable[[Cell], Session]
+) -> Line | None:
+    engine = fleet.get(baseline)
+    if engine is None:
+        return None
+    results = play(engine, baseline, session(cell), f"{cell.name}.{baseline.name}", cell.qps)
+    return _figures(engine, results[1:] or results, cell.qps)
+
+
+def _spread_out(
+    fleet: Fleet, baseline: Baseline, prompts: Sequence[Prompt], seconds: float
+) -> Line | None:
+    """Independent requests that arrive evenly over some time."""
+    engine = fleet.get(baseline)
+    if engine is None:
+        return None
+    rate = len(prompts) / seconds
+    calls = [Call(f"{p.agent}", p.ids, p.output, None, i / rate) for i, p in enumerate(prompts)]
+    return _figures(engine, [engine.round(calls)], rate)
+
+
+def _figures(engine: EngineProcess, results: Sequence[RoundResult], qps: float) -> Line:
+    return {"dtype": engine.ready().dtype, "rounds": [figures(r, qps) for r in results]}
 
 
 def figures(result: RoundResult, qps: float) -> dict[str, Any]:
@@ -175,35 +221,6 @@ def figures(result: RoundResult, qps: float) -> dict[str, Any]:
         "preemptions": result.preemptions,
         "computed": sum(call.prompt_tokens - call.cached for call in result.calls),
     }
-
-
-def _line(key: str, cell: Cell, engine: str, rounds: list[dict[str, Any]]) -> Line:
-    return {"key": key, **cell._asdict(), "engine": engine, "rounds": rounds}
-
-
-def _run_strangers(
-    study: Study,
-    session: Callable[[Cell], Session],
-    words: Words,
-    fleet: Fleet,
-    done: dict[str, Line],
-    partial: Path,
-) -> None:
-    """Independent requests that arrive evenly over the time that a round of as many agents took."""
-    cell = Cell(0, max(study.agents), 0.0)
-    crowd = done.get(f"{cell.name}.{CROWD}")
-    if crowd is None or STRANGERS in done:
-        return
-    engine = fleet.get(next(b for b in study.baselines if b.name == CROWD))
-    assert engine is not None, "it has run the round of the agents"
-    rate = cell.agents / crowd["rounds"][-1]["round_s"]
-    prompts = strangers(session(cell).rounds[-1], words)
-    calls = [
-        Call(f"{STRANGERS}.{i}", p.ids, p.output, None, i / rate) for i, p in enumerate(prompts)
-    ]
-    rounds = [figures(engine.round(calls), rate)]
-    done[STRANGERS] = _line(STRANGERS, cell, STRANGERS, rounds)
-    append_line(partial, done[STRANGERS])
 
 
 # -- from cells to the result ---------------------------------------------------------------------
@@ -267,10 +284,10 @@ def under(points: Sequence[tuple[int, float]], target_s: float) -> Under:
 
 def by_index(lines: Sequence[Line]) -> dict[str, Any]:
     """Figure 2: seconds from arrival to the end, in order of arrival, and pages at the peak."""
-    independent = next((line for line in lines if line["key"] == STRANGERS), None)
+    independent = next((line for line in lines if line["engine"] == STRANGERS), None)
     if independent is None:
         return {"latency_by_index": []}
-    name = f"{Cell(0, independent['agents'], 0.0).name}.{CROWD}"
+    name = independent["key"].replace(STRANGERS, CROWD)
     crowd = next(line for line in lines if line["key"] == name)
     kinds = {"agents": crowd["rounds"][-1], "independent": independent["rounds"][-1]}
     return {

@@ -83,16 +83,17 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     partial = open_partial(args.out, settings, args.resume)
     try:
-        measured = run_study(study, session, words, partial, say)
+        lines, not_started = run_study(study, session, words, partial, say)
     except EngineError as error:
         raise BenchError(str(error)) from error
     engines = [baseline.name for baseline in study.baselines]
-    skipped |= measured["skipped"]
+    skipped |= not_started
     result = {
         **settings,
+        "repetitions": args.repeat,
         "target_s": args.target_s,
-        "dtype": next((line["dtype"] for line in measured["lines"]), None),
-        **summarise(measured["lines"], engines, skipped, args.target_s),
+        "dtype": next((line["dtype"] for line in lines), None),
+        **summarise(lines, engines, skipped, args.target_s),
     }
     write_result(args.out, shown_command("capacity"), result)
     close_partial(partial)
@@ -101,19 +102,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What has to be equal for a run to be resumed; it stands in the result too."""
+    """What has to be equal for a run to be resumed; what is left over makes more or fewer cells."""
     synthetic = {"private": args.private, "seed": args.seed}
     return {
         "model": args.model.name,
         "trace": args.trace.stem if args.trace else "synthetic",
         **({} if args.trace else synthetic),
-        "agents": sorted(set(args.agents)),
-        "qps": sorted(set(args.qps)),
         "pool_pages": args.pool_pages,
         "page_size": PAGE,
         "output_tokens": args.output_tokens,
         "rounds": args.rounds,
-        "repetitions": args.repeat,
         "threads": args.threads,
         "clock": args.clock,
         "max_num_batched_tokens": args.max_batched_tokens,
