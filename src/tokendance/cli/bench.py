@@ -21,6 +21,8 @@ COMMANDS = (
     "capacity",
     "export",
     "similarity",
+    "report",
+    "quick",
 )
 
 
