@@ -240,6 +240,9 @@ class CountingEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         pass
 
     def ready(self) -> Ready:

@@ -112,6 +112,7 @@ class Fleet(ExitStack):
             try:
                 engine.ready()
             except EngineError as error:
+                engine.close()
                 self._failed[kind] = cause(error)
                 self._say(f"{baseline.name} does not start: {self._failed[kind]}")
             else:
