@@ -25,6 +25,7 @@ from tokendance.bench.engine_process import (
     EngineSettings,
     RoundResult,
 )
+from tokendance.bench.measure import rows_by_source
 from tokendance.bench.partial import append_line, read_lines
 from tokendance.bench.prefill import Words, spread
 from tokendance.bench.render import Prompt
@@ -220,7 +221,7 @@ def figures(result: RoundResult, qps: float) -> dict[str, Any]:
         "peak_pages": result.peak_pages,
         "mean_pages": result.mean_pages,
         "preemptions": result.preemptions,
-        "computed": sum(call.prompt_tokens - call.cached for call in result.calls),
+        "computed": sum(rows_by_source(call)["computed"] for call in result.calls),
     }
 
 
