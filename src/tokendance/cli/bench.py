@@ -21,6 +21,7 @@ COMMANDS = (
     "capacity",
     "export",
     "similarity",
+    "fidelity",
     "report",
     "quick",
 )
