@@ -32,7 +32,12 @@ def capacity() -> dict[str, Any]:
         for qps in (0.0, 1.0)
     ]
     largest = [
-        {"engine": e, "qps": q, "agents": 4, "interpolated": 4.2 / cost[e]}
+        {
+            "engine": e,
+            "qps": q,
+            "agents": min(12, int(4.2 / cost[e])),
+            "interpolated": 4.2 / cost[e],
+        }
         for e in ENGINES
         for q in (0.0, 1.0)
     ]
@@ -52,6 +57,7 @@ def capacity() -> dict[str, Any]:
         "rows": rows,
         "largest": largest,
         "latency_by_index": latency,
+        "peak_pages_by_kind": {"agents": 128, "independent": 90},
         "skipped": {"offload": "it does not start"},
     }
 

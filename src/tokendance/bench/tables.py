@@ -160,12 +160,13 @@ def _capacity(results: Path) -> Iterator[str]:
         return
     rate = min(row["qps"] for row in run["rows"])
     found = {x["engine"]: x for x in run["largest"] if x.get("qps", rate) == rate}
-    size = max(r["agents"] for r in run["rows"] if r["engine"] == "tokendance")
+    size = max(r["agents"] for r in run["rows"])
+    unit = "CPU s" if run.get("clock") == "cpu" else "s"
     at = {r["engine"]: r for r in run["rows"] if (r["agents"], r["qps"]) == (size, rate)}
     rows = [
         (
             name,
-            f"{found[engine]['interpolated']:.1f}" if engine in found else "-",
+            capacity.up_to(run, found[engine]) if engine in found else "-",
             ranged(at[engine]["round_s"]) if engine in at else "-",
             str(at[engine]["peak_pages"]) if engine in at else "-",
         )
@@ -177,8 +178,8 @@ def _capacity(results: Path) -> Iterator[str]:
         f"(`{run['command']}`; paper: up to 2.7 times the agents of vLLM with prefix caching, "
         "rounds up to 2.3 times as fast):\n"
     )
-    header = ("engine", f"agents within {run['target_s']:g} s", f"round of {size}, s", "pages")
-    yield _table(header, rows) + "\n"
+    header = ("engine", f"agents within {run['target_s']:g} {unit}", f"round of {size}, {unit}")
+    yield _table((*header, "pages"), rows) + "\n"
     yield _losses(capacity.agents, run)
 
 

@@ -146,8 +146,9 @@ def bars(groups: Sequence[Group], x: Axis, marks: Sequence[Mark] = ()) -> str:
     run = Scale(values, x, 5, WIDTH - room)
     parts, top = [], 6.0
     for group in groups:
-        top += 14
-        parts.append(_text(5, top, group.label, "start"))
+        if group.label:
+            top += 14
+            parts.append(_text(5, top, group.label, "start"))
         top += 5
         for bar in group.bars:
             parts += _bar(bar, run, top)
@@ -177,7 +178,7 @@ def _bar(bar: Bar, run: Scale, top: float) -> Iterable[str]:
 
 def _drawn(one: Series, run: Scale, rise: Scale) -> Iterable[str]:
     style = f'style="--c:var(--{one.colour})"'
-    if one.line:
+    if one.line and one.points:
         path = "M" + "L".join(f"{run(p.x):.1f} {rise(p.y):.1f}" for p in one.points)
         yield f'<path class="{"dashed" if one.dashed else "line"}" {style} d="{path}"/>'
     for p in one.points if one.marks else ():
