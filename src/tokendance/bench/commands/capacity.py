@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--qps",
         type=float,
         nargs="+",
-        default=[0.0, 1.0],
-        help="agents that ask per second within a round, 0 for all at once; default: 0 1",
+        default=[0.0],
+        help="agents that ask per second within a round, 0 for all at once; default: 0",
     )
     add("--pool-pages", type=int, default=128, help="pages of 32 tokens; default: %(default)s")
     add("--target-s", type=float, default=10.0, help="of a round's latency; default: %(default)s")
