@@ -104,9 +104,14 @@ class RemoteTier:
         return found
 
     def _head(self, name: str, size: int) -> bytes:
-        raw: bytes = self._fs.cat_file(self._path(name), start=0, end=min(size, _HEAD))
+        raw = self._first(name, min(size, _HEAD))
         if head_size(raw) > len(raw):
-            raw = self._fs.cat_file(self._path(name), start=0, end=min(size, head_size(raw)))
+            raw = self._first(name, min(size, head_size(raw)))
+        return raw
+
+    def _first(self, name: str, count: int) -> bytes:
+        """Services refuse to read a range of nothing."""
+        raw: bytes = self._fs.cat_file(self._path(name), start=0, end=count) if count else b""
         return raw
 
     def _forget(self, name: str) -> None:
