@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from random import Random
 
 import pytest
 from audit import Audit, audited
-from small_engine import Engine, Member, distance, make_round, outcome, tokens, words
+from small_engine import Engine, Member, make_round, outcome, tokens
+from stored_rounds import OPTIONS, next_round, play
 
 pytestmark = pytest.mark.engine
 
 Start = Callable[..., AbstractContextManager[Engine]]
-
-OPTIONS = {"store_gib": 0.25, "round_timeout_ms": 200.0}
 
 
 @pytest.fixture(scope="module")
@@ -30,29 +28,6 @@ def audit(engine: Engine) -> Iterator[Audit]:
         yield audit
 
 
-def send(engine: Engine, members: list[Member], **options: object) -> list[str]:
-    return [engine.add(m.prompt, m.hints, **options) for m in members]
-
-
-def play(engine: Engine, members: list[Member], **options: object) -> list:
-    outputs = engine.answers(send(engine, members, **options))
-    engine.steps(2)  # what has finished is stored in the step after
-    return outputs
-
-
-def next_round(members: list[Member], outputs: list, seed: int) -> list[Member]:
-    """Everybody's prompt goes on with its own answer and what all say next."""
-    random = Random(seed)
-    shared = [words(random, n) for n in (60, 45)]
-    following = []
-    for member, output in zip(members, outputs):
-        history = [*member.prompt, *tokens(output)]
-        pieces = [history, *shared, words(random, 5)]
-        hints = {**member.hints, "round": str(seed), "segments": [len(p) for p in pieces]}
-        following.append(Member([t for piece in pieces for t in piece], hints))
-    return following
-
-
 def test_a_history_that_left_the_prefix_cache_comes_back(engine: Engine, audit: Audit) -> None:
     first = make_round(1, 4, private=150)
     outputs = play(engine, first)
@@ -65,3 +40,148 @@ def test_a_history_that_left_the_prefix_cache_comes_back(engine: Engine, audit: 
     leader = next(i for i, a in enumerate(answers) if outcome(a)["role"] == "leader")
     engine.forget()
     assert tokens(answers[leader]) == tokens(engine.ask_exactly(second[leader].prompt))
+
+
+def test_a_single_request_gets_its_prompt_back(engine: Engine, audit: Audit) -> None:
+    (member,) = make_round(20, 1, private=200)
+    (first,) = play(engine, [member])
+    engine.forget()
+    (again,) = play(engine, [member])
+    assert outcome(again)["role"] == "ordinary"
+    assert outcome(again)["rows"]["stored"] > 300
+    assert tokens(again) == tokens(first) == tokens(engine.ask_exactly(member.prompt))
+
+
+def test_another_agent_gets_exact_rows_only(engine: Engine, audit: Audit) -> None:
+    """Approximate rows of one agent's history are nothing that another one may find."""
+    members = make_round(30, 3, private=100)
+    outputs = play(engine, members)
+    follower = next(i for i, o in enumerate(outputs) if outcome(o)["role"] == "follower")
+    engine.forget()
+    stranger = members[follower].hints | {"agent": "new", "round": "x", "size": 1}
+    (answer,) = play(engine, [Member(members[follower].prompt, stranger)])
+    assert 0 < outcome(answer)["rows"]["stored"] <= 100 + 3 * follower
+    assert tokens(answer) == tokens(engine.ask_exactly(members[follower].prompt))
+
+
+def test_salts_never_meet(engine: Engine, audit: Audit) -> None:
+    (member,) = make_round(40, 1, private=200)
+    play(engine, [member], salt="a")
+    engine.forget()
+    (other,) = play(engine, [member], salt="b")
+    assert "stored" not in outcome(other).get("rows", {})
+    engine.forget()
+    (own,) = play(engine, [member], salt="a")
+    assert outcome(own)["rows"]["stored"] > 300
+
+
+def test_exact_requests_take_nothing_from_the_store(engine: Engine, audit: Audit) -> None:
+    (member,) = make_round(50, 1, private=200)
+    play(engine, [member])
+    engine.forget()
+    assert audit.members == 0
+    assert outcome(engine.ask_exactly(member.prompt)) == {}
+    assert audit.members == 0
+
+
+def test_a_late_agent_takes_the_region_from_the_store(engine: Engine, audit: Audit) -> None:
+    members = make_round(60, 4, size=3)
+    play(engine, members[:3])
+    engine.forget()
+    (late,) = play(engine, members[3:])
+    assert outcome(late)["role"] == "follower"
+    assert outcome(late)["rows"]["stored"] > 150, outcome(late)
+    assert "sibling" not in outcome(late)["rows"]
+
+
+@pytest.mark.parametrize("backend", ["cacheblend", "legolink"])
+def test_other_backends_over_stored_rows(engine: Engine, backend: str) -> None:
+    engine.forget()
+    members = make_round(70 + len(backend), 4, size=3, backend=backend)
+    play(engine, members[:3])
+    engine.forget()
+    (late,) = play(engine, members[3:])
+    rows = outcome(late)["rows"]
+    # Of about 210 shared rows most come back, and some are computed again.
+    assert 100 < rows["stored"] + rows.get("sibling", 0) < 205, rows
+    assert rows["computed"] > 49 + 5
+
+
+def test_entries_that_are_gone_are_computed(engine: Engine, audit: Audit) -> None:
+    first = make_round(80, 3, private=120)
+    outputs = play(engine, first)
+    engine.forget()
+    store = engine.worker.archive._store
+    for record in list(store._custody.ledger.by_key.values()):
+        store.evict(record.entry.key)
+    audit.check = lambda plan: None  # it would look for rows that the plan hoped for
+    second = next_round(first, outputs, 81)
+    answers = play(engine, second)
+    assert all("stored" not in outcome(a)["rows"] for a in answers)
+    leader = next(i for i, a in enumerate(answers) if outcome(a)["role"] == "leader")
+    engine.forget()
+    assert tokens(answers[leader]) == tokens(engine.ask_exactly(second[leader].prompt))
+    engine.forget()
+    third = play(engine, second)
+    assert all(outcome(a)["rows"].get("stored", 0) > 100 for a in third)
+
+
+def test_a_restore_that_fails_costs_nothing_but_time(
+    engine: Engine, audit: Audit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (member,) = make_round(90, 1, private=200)
+    (first,) = play(engine, [member])
+    engine.forget()
+
+    def broken(placements: object) -> None:
+        raise RuntimeError("a fault in the test")
+
+    monkeypatch.setattr(engine.worker.archive._restorer, "restore", broken)
+    engine.counters()
+    audit.check = lambda plan: None
+    (again,) = play(engine, [member])
+    assert "stored" not in outcome(again)["rows"]
+    assert tokens(again) == tokens(first)
+    assert engine.counters()["tokendance:pass_failures_total/restore: RuntimeError"] == 1
+
+
+def test_a_save_that_fails_costs_nothing(
+    engine: Engine, audit: Audit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> None:
+        raise RuntimeError("a fault in the test")
+
+    monkeypatch.setattr(engine.worker.archive._store, "put_family", broken)
+    monkeypatch.setattr(engine.worker.archive._store, "put", broken)
+    members = make_round(100, 3)
+    first = play(engine, members)
+    engine.forget()
+    again = play(engine, members)
+    assert [tokens(a) for a in again] == [tokens(b) for b in first]
+    assert all("stored" not in outcome(a)["rows"] for a in again)
+
+
+def test_counters_and_gauges(engine: Engine, audit: Audit) -> None:
+    from prometheus_client import REGISTRY
+
+    engine.counters()
+    members = make_round(110, 4, private=100)
+    play(engine, members)
+    engine.forget()
+    play(engine, members)
+    counted = engine.counters()
+    assert counted["tokendance:restored_rows_total"] > 800
+    assert counted["tokendance:rows_total/stored"] > 800
+    values = {
+        (sample.name, *sample.labels.values()): sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name.startswith("tokendance:store_")
+    }
+    held = {key[-1]: value for key, value in values.items() if key[0] == "tokendance:store_bytes"}
+    stats = engine.worker.archive._store.stats()
+    assert held["budget"] == 0.25 * 2**30
+    assert held["master"] + held["mirror"] + held["dense"] == stats.held
+    assert held["mirror"] > 0
+    ratios = {key[-1]: value for key, value in values.items() if key[0].endswith("store_ratio")}
+    assert ratios["all"] == pytest.approx(stats.family_ratio) and ratios["all"] > 1

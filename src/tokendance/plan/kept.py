@@ -44,8 +44,9 @@ class KeptLeaders:
         return kept[0] if kept is not None else None
 
     def stands(self, request_id: RequestId) -> bool:
-        """Whether the pages of a kept leader are untouched."""
-        return self._kept[request_id][2].stand()
+        """Whether all rows of a kept leader stand in its pages, untouched."""
+        _, ticket, held = self._kept[request_id]
+        return ticket.end <= held.rows and held.stand()
 
     def add(self, round_: Round, ticket: Ticket, held: Held) -> None:
         self._kept[ticket.request_id] = round_, ticket, held
@@ -65,16 +66,20 @@ class KeptLeaders:
 
 def kept_ticket(ticket: Ticket, held: Held) -> Ticket | None:
     """A finished request as a source: what of it stands; None if that is less than two rows."""
-    end = min(ticket.end, held.rows)
+    end = min(ticket.end, max(held.rows, held.stored()))
     if end < 1:
         return None
+
+    def stand() -> bool:
+        return end <= held.rows and held.stand()
+
     kept = Ticket(
         request_id=ticket.request_id,
         agent=ticket.agent,
         token_ids=ticket.token_ids[: end + 1],
         spans=tuple(span for span in ticket.spans if span.end <= end),
         arrived=ticket.arrived,
-        computed=lambda: end if held.stand() or held.stored() >= end else 0,
+        computed=lambda: end if stand() or held.stored() >= end else 0,
         backend=ticket.backend,
         state=State.ORDINARY,
         blocks=held.blocks,

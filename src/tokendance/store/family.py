@@ -45,7 +45,8 @@ def layouts(
     result = []
     for index, member in enumerate(plan.members):
         best = max(masters, key=lambda table: given[index, table], default=None)
-        if best is None or member.table in masters or given[index, best] == 0:
+        related = best is not None and (given[index, best] or _held(member) > member.cached)
+        if best is None or member.table in masters or not related:
             result.append(Layout(member.request_id, None, (), exact_rows(member), _held(member)))
             continue
         spans = tuple(_spans(plan, member, best, page_size, block))

@@ -31,7 +31,7 @@ from tokendance.plan.saving import Save, SaveFamily
 from tokendance.restore.jobs import Placement
 from tokendance.restore.pipeline import Restorer
 from tokendance.reuse.rows import slots_of
-from tokendance.store.base import Cache, EntryKey, Identity, Owner
+from tokendance.store.base import Cache, EntryKey, Identity, Owner, tenant_of
 from tokendance.store.mirror import Entry
 from tokendance.store.store import Store
 from tokendance.store.tiers.base import TierQueue
@@ -42,6 +42,10 @@ logger = init_logger(__name__)
 
 REMEMBERED = 8192
 """Requests whose entries are remembered by request id."""
+
+SPILL_AT = 0.25
+"""Share of the budget from which on what is cold is copied to disk. A family comes at once and may
+take a good part of the budget: what makes room for it has to be on disk by then."""
 
 TIER_WAIT_S = 1.0
 """How long a step waits for rows that are on disk; reading them takes a fraction of computing."""
@@ -77,6 +81,7 @@ class Archive:
             int8=config.store_int8,
             rotary=layers.rotary,
             lower=_lower(config, who),
+            spill_at=SPILL_AT,
         )
         self._restorer = Restorer(layers.planes or layers.kv, layers.rotary, device=layers.device)
         self._known: OrderedDict[RequestId, _Known] = OrderedDict()
@@ -114,16 +119,19 @@ class Archive:
     def _cache(self, save: Save) -> Cache:
         table = PageTable(save.request_id, self._layers.pages(save.blocks))
         rows = Rows(0, len(save.token_ids))
+        # Two tenants may use one name for a session, and neither must push out the other's entries.
+        salt = save.salt.encode()
+        session = SessionId(f"{tenant_of(salt)}/{save.session}")
         return Cache(
             request_id=save.request_id,
-            owner=Owner(SessionId(save.session), AgentId(save.agent)),
+            owner=Owner(session, AgentId(save.agent)),
             token_ids=save.token_ids,
             kv=self._layers.kv,
             slots=torch.from_numpy(slots_of(table, rows, self._layers.kv.page_size)).to(
                 self._layers.device
             ),
             exact_rows=save.exact_rows,
-            salt=save.salt.encode(),
+            salt=salt,
         )
 
     def bring_back(self, plans: Sequence[ReusePlan], stats: TokenDanceStats) -> BroughtBack:
@@ -152,7 +160,7 @@ class Archive:
         if known is None:
             return None
         entry = leases.enter_context(self._store.lease(known.key))
-        if entry is None and known.session and self._store.prefetch(known.session):
+        if entry is None and self._store.prefetch(known.session):
             self._store.flush(TIER_WAIT_S)
             entry = leases.enter_context(self._store.lease(known.key))
         return entry

@@ -49,6 +49,12 @@ class Keeping:
         self._alone: dict[RequestId, _Alone] = {}
         self._starting: list[ReusePlan] = []
 
+    def exact_rows(self, request_id: RequestId) -> int:
+        """Leading exact rows of a finished request that the workers have, or will have before they
+        need them: they store what is on its way to them first."""
+        entry = self._sent.get(request_id)
+        return self.index.exact_rows(request_id) if entry is None else entry.exact_rows
+
     # -- back from the store -------------------------------------------------------------------
 
     def look(self, request: Any, ticket: Ticket, session: str, cached: int) -> None:

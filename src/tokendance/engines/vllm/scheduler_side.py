@@ -263,8 +263,8 @@ class SchedulerSide:
 
         held = Held(full * self._block_size, blocks, stand)
         if self._keeping is not None:
-            index = self._keeping.index
-            held = held._replace(stored=lambda: index.exact_rows(request_id))
+            keeping = self._keeping
+            held = held._replace(stored=lambda: keeping.exact_rows(request_id))
         self._book.retire(request_id, held)
 
     def _sound(self, plan: ReusePlan) -> ReusePlan:

@@ -24,8 +24,9 @@ from tokendance.engines.vllm.layers import VllmLayers
 from tokendance.engines.vllm.messages import Plans, Ran, Report
 from tokendance.engines.vllm.metrics import TokenDanceStats
 from tokendance.plan.reuse_plan import Member, ReusePlan
-from tokendance.reuse.collective import run_pass
+from tokendance.reuse.collective import MemberOutcome, run_pass
 from tokendance.reuse.recovery import Recovery, create
+from tokendance.types import subtract_rows
 
 logger = init_logger(__name__)
 
@@ -78,10 +79,8 @@ class WorkerSide:
                 self._compute_alone(plan)
                 continue
             ran = {
-                m.request_id: Ran(
-                    sum(map(len, m.recomputed)), back.lost.get(m.request_id, 0), m.deviation
-                )
-                for m in outcome.members
+                done.request_id: _ran(member, done, back.lost.get(done.request_id, 0))
+                for member, done in zip(pages.members, outcome.members)
             }
             self._report.ran.update(ran)
             self._stats.observe_pass(plan, ran, outcome, time.perf_counter() - started)
@@ -138,6 +137,14 @@ class WorkerSide:
             return plan
         tables = (replace(t, blocks=self.layers.pages(t.blocks)) for t in plan.tables)
         return replace(plan, tables=tuple(tables))
+
+
+def _ran(member: Member, done: MemberOutcome, lost: int) -> Ran:
+    """Rows that are computed although they came back count as lost."""
+    back = [copy.rows for copy in member.copies if copy.stored]
+    recomputed = sum(map(len, done.recomputed))
+    others = sum(len(left) for run in done.recomputed for left in subtract_rows(run, back))
+    return Ran(others, lost + recomputed - others, done.deviation)
 
 
 def _across_ranks(values: torch.Tensor) -> torch.Tensor:
