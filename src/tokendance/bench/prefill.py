@@ -90,7 +90,7 @@ def bench_prefill(
 ) -> dict[str, Any]:
     """Medians and spread of the CPU ratio, cold and warm, and the followers' KL."""
     rows: list[dict[str, Any]] = []
-    with _both(model, threads) as engines, tempfile.TemporaryDirectory() as scratch:
+    with both(model, threads) as engines, tempfile.TemporaryDirectory() as scratch:
         for turn in range(-1, repeat):
             for warm in (False, True):
                 name = f"{'warm' if warm else 'cold'}{turn}"
@@ -127,7 +127,7 @@ def bench_overhead(
 ) -> dict[str, Any]:
     """CPU and wall time of requests that share nothing, TokenDance over plain vLLM."""
     rows: list[dict[str, float]] = []
-    with _both(model, threads) as engines:
+    with both(model, threads) as engines:
         for turn in range(-1, repeat):
             calls = [
                 Call(f"{turn}.{i}", words.take(tokens), words.take(8)) for i in range(requests)
@@ -156,7 +156,7 @@ def bench_overhead(
     }
 
 
-class _both(ExitStack):
+class both(ExitStack):
     """Plain vLLM and TokenDance, started together."""
 
     def __init__(self, model: str, threads: int) -> None:
