@@ -17,6 +17,7 @@ COMMANDS = {
     "explain": "say what a round of prompts shares, or why not, segment by segment",
     "gate": "measure how reuse changes a model's answers, and keep the verdict",
     "bench": "measure recovery backends against one another",
+    "stats": "show what a running server reuses, stores and restores",
     "doctor": "say what works on this machine and with this model, one line each",
     "model": "unpack the small test model into a folder",
 }
