@@ -18,14 +18,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--rounds", type=int, default=10_000, help="default: %(default)s")
     add("--budget", type=int, default=400_000, help="bytes of host memory; default: %(default)s")
-    add("--quick", action="store_true", help="400 rounds")
+    add("--quick", action="store_true", help="200 rounds")
     add("--out", type=Path, default=RESULTS / "churn.json", help="default: %(default)s")
 
 
 def run(args: argparse.Namespace) -> int:
     from tokendance.bench.churn import bench_churn
 
-    measured = bench_churn(min(400, args.rounds) if args.quick else args.rounds, args.budget)
+    measured = bench_churn(min(200, args.rounds) if args.quick else args.rounds, args.budget)
     write_result(args.out, shown_command("churn"), measured)
     grown, checked, wrong = (measured[name] for name in ("growth", "checked", "wrong"))
     print(f"growth {grown}, {checked} entries checked, {wrong} wrong")
