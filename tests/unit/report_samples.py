@@ -194,6 +194,7 @@ def prefill() -> dict[str, Any]:
         "warm": state,
         "rows": [],
         "paper": [trace],
+        "paper_command": "tokendance bench prefill --paper",
     }
 
 

@@ -126,6 +126,14 @@ def test_a_bad_file_costs_its_section_and_no_more(results: Path, content: str) -
     assert Page(text).open == []
 
 
+def test_a_prefill_file_may_hold_one_half_of_it(results: Path) -> None:
+    whole = report_samples.prefill()
+    for kept in (("paper", "paper_command"), ("shape", "cold", "warm", "repetitions")):
+        half = {"command": "c", **{name: whole[name] for name in kept}}
+        (results / "prefill.json").write_text(json.dumps(half))
+        assert 'class="note"' not in build(results)
+
+
 def test_names_in_files_are_text_and_not_markup(results: Path) -> None:
     run = report_samples.similarity()
     run["rows"][0]["trace"] = "<script>alert(1)</script>&"

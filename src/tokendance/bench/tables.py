@@ -111,22 +111,38 @@ def _prefill(results: Path) -> Iterator[str]:
     run = _run(results, "prefill.json")
     if run is None:
         return
-    shape = run["shape"]
-    yield (
-        f"**One round of {shape['agents']} agents** ({shape['private']} own tokens, "
-        f"{shape['blocks']} x {shape['block']} shared, `{run['command']}`, medians of "
-        f"{run['repetitions']}, range in brackets):\n"
-    )
-    rows = [
-        (
-            name,
-            ranged(run[key]["cpu_ratio"]) + "x",
-            ranged(run[key]["wall_ratio"]) + "x",
-            ranged(run[key]["kl_mean"], 4),
+    if "shape" in run:
+        shape = run["shape"]
+        yield (
+            f"**One round of {shape['agents']} agents** ({shape['private']} own tokens, "
+            f"{shape['blocks']} x {shape['block']} shared, `{run['command']}`, medians of "
+            f"{run['repetitions']}, range in brackets):\n"
         )
-        for key, name in (("cold", "nothing cached"), ("warm", "histories cached"))
-    ]
-    yield _table(("", "prefill CPU", "prefill wall", "followers' KL"), rows) + "\n"
+        rows = [
+            (
+                name,
+                ranged(run[key]["cpu_ratio"]) + "x",
+                ranged(run[key]["wall_ratio"]) + "x",
+                ranged(run[key]["kl_mean"], 4),
+            )
+            for key, name in (("cold", "nothing cached"), ("warm", "histories cached"))
+        ]
+        yield _table(("", "prefill CPU", "prefill wall", "followers' KL"), rows) + "\n"
+    if run.get("paper"):
+        rows = [
+            (
+                row["trace"],
+                str(row["agents"]),
+                ranged(row["cpu_ratio"]) + "x",
+                f"{row['row_bound']:.2f}x",
+            )
+            for row in run["paper"]
+        ]
+        yield (
+            "**Rounds of the paper's size** (a small model with random weights, "
+            f"`{run['paper_command']}`; what shared rows allow beside it):\n"
+        )
+        yield _table(("round", "agents", "prefill CPU", "allowed"), rows) + "\n"
 
 
 def _overhead(results: Path) -> Iterator[str]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tokendance.bench.report.model import Figure, Glance, Run, Table, ends, middle, ranged, several
 from tokendance.bench.report.svg import Axis, Bar, Group, Mark, Point, Series, bars, lines
 
-MODES = {"recompute": ("recomputed", "c1"), "restore": ("restored from the store", "ours")}
+MODES = {
+    "plain": ("plain vLLM", "c2"),
+    "recompute": ("TokenDance, recomputed", "c1"),
+    "restore": ("TokenDance, from the store", "ours"),
+}
 STATES = {"cold": "nothing cached", "warm": "histories cached"}
 DELAYS = {
     "decode_p50_ms": "median",
@@ -60,36 +64,68 @@ def pressure(runs: Sequence[Run]) -> Figure:
 
 
 def prefill(runs: Sequence[Run]) -> Figure:
-    """One synthetic round, and rounds of the paper's size."""
+    """One synthetic round, and rounds of the paper's size; a file may hold either or both."""
     run = runs[0]
-    shape, large = run["shape"], run.get("paper", [])
-    cells = [
-        (n, ranged(run[k]["cpu_ratio"]), ranged(run[k]["wall_ratio"]), ranged(run[k]["kl_mean"], 4))
-        for k, n in STATES.items()
-    ]
+    large = run.get("paper", [])
     below = [
         f"{r['trace']} reaches {middle(r['cpu_ratio']):.2f}x, its shared rows allow "
         f"{r['row_bound']:.2f}x"
         for r in large
         if middle(r["cpu_ratio"]) < r["row_bound"]
     ]
+    plots = [_states(run)] if "shape" in run else []
+    tables = [_state_table(run)] if "shape" in run else []
+    if large:
+        plots.append(_large(large))
+        tables.append(_large_table(large))
     return Figure(
         "Prefill is up to 1.9 times as fast as CacheBlend request by request.",
-        f"The prefill of {shape['agents']} agents with {shape['blocks']} x {shape['block']} shared "
-        f"and {shape['private']} own tokens takes 1/{middle(run['warm']['cpu_ratio']):.1f} of the "
-        "processor time of vLLM with prefix caching once the histories are cached.",
+        " ".join(_prefill_words(run, large)),
         several(below, "Nothing in time; what is lost is exactness (the KL in the table)."),
-        [_states(run), *([_large(large)] if large else [])],
-        [Table(("", "CPU", "wall", "followers' KL"), cells)],
-        [
-            Glance(
-                f"prefill of a round of {shape['agents']} over plain vLLM, {name}",
-                "1.9x (over CacheBlend)",
-                ranged(run[key]["cpu_ratio"]) + "x",
-            )
-            for key, name in STATES.items()
-        ],
+        plots,
+        tables,
+        list(_prefill_glance(run, large)),
     )
+
+
+def _prefill_words(run: Run, large: Sequence[Run]) -> Iterator[str]:
+    if "shape" in run:
+        shape = run["shape"]
+        yield (
+            f"The prefill of {shape['agents']} agents with {shape['blocks']} x {shape['block']} "
+            f"shared and {shape['private']} own tokens takes "
+            f"1/{middle(run['warm']['cpu_ratio']):.1f} of the processor time of vLLM with prefix "
+            "caching once the histories are cached."
+        )
+    if large:
+        low, high = (f(middle(r["cpu_ratio"]) for r in large) for f in (min, max))
+        yield f"Rounds of the paper's size: {low:.2f} to {high:.2f} times as fast."
+
+
+def _prefill_glance(run: Run, large: Sequence[Run]) -> Iterator[Glance]:
+    paper = "1.9x (over CacheBlend)"
+    for key, name in STATES.items() if "shape" in run else ():
+        what = f"prefill of a round of {run['shape']['agents']} over plain vLLM, {name}"
+        yield Glance(what, paper, ranged(run[key]["cpu_ratio"]) + "x")
+    for r in large:
+        what = f"prefill of {r['agents']} agents over plain vLLM, {r['trace']}"
+        yield Glance(what, paper, ranged(r["cpu_ratio"]) + "x", f"{r['row_bound']:.2f}x by rows")
+
+
+def _state_table(run: Run) -> Table:
+    cells = [
+        (n, ranged(run[k]["cpu_ratio"]), ranged(run[k]["wall_ratio"]), ranged(run[k]["kl_mean"], 4))
+        for k, n in STATES.items()
+    ]
+    return Table(("", "CPU", "wall", "followers' KL"), cells)
+
+
+def _large_table(rows: Sequence[Run]) -> Table:
+    cells = [
+        (r["trace"], str(r["agents"]), f"{r['row_bound']:.2f}", ranged(r["cpu_ratio"]))
+        for r in rows
+    ]
+    return Table(("trace", "N", "bound, by shared rows", "CPU, over plain"), cells)
 
 
 def _states(run: Run) -> str:
