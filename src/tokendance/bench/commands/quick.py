@@ -1,7 +1,7 @@
 """`tokendance bench quick`: every measurement at its smallest, then the report.
 
 It shows that all of them run on this machine; the figures are too coarse to quote. A command that
-fails, or takes more than half of the time left, is named, and the others go on.
+fails, or takes more than half of the time left to it and others, is named, and the others go on.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _follow(
                 if lane and index not in running:
                     name, words = lane.pop(0)
                     now = time.monotonic()
-                    limit = now + (until - now) / 2
+                    limit = now + (until - now) / (2 if lane else 1)
                     running[index] = Job.start(name, words, out / f"{name}.log", limit)
             time.sleep(0.1)
             for index, job in list(running.items()):
