@@ -33,7 +33,7 @@ class Config:
     discover: find shared text in prompts that nobody has marked.
     store_gib: host memory of each rank for the K/V of finished agents, in GiB; 0 keeps nothing.
     store_int8: keep it as int8 per token and head: half the bytes of bf16, and approximate.
-    store_folder: a folder for what does not fit into that memory; empty for none.
+    store_folder: a folder, or a URL of fsspec, for what does not fit; empty for none.
     store_folder_gib: most that is kept there.
     separator: the text that marks a segment boundary.
     keep_separator: text that takes the separator's place in the prompt; empty removes it.

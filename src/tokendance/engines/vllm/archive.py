@@ -208,8 +208,12 @@ class Archive:
 def _lower(config: Config, who: Identity) -> TierQueue | None:
     if not config.store_folder:
         return None
-    root = Path(config.store_folder).expanduser() / who.digest().hex()
-    return TierQueue(DiskTier(root, int(config.store_folder_gib * 2**30)))
+    rank, capacity = who.digest().hex(), int(config.store_folder_gib * 2**30)
+    if "://" not in config.store_folder:
+        return TierQueue(DiskTier(Path(config.store_folder).expanduser() / rank, capacity))
+    from tokendance.store.tiers.remote import RemoteTier  # fsspec, an extra
+
+    return TierQueue(RemoteTier(f"{config.store_folder.rstrip('/')}/{rank}", capacity))
 
 
 def _has(entries: dict[RequestId, Entry], plan: ReusePlan, member: Member, copy: Copy) -> bool:
