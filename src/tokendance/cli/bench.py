@@ -18,6 +18,7 @@ COMMANDS = (
     "storage",
     "restore",
     "churn",
+    "pressure",
     "capacity",
     "export",
     "similarity",
