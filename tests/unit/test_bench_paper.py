@@ -143,7 +143,7 @@ def test_each_part_of_the_result_keeps_the_other(
     assert main([*command, "--paper", "--quick"]) == 0
     result = json.loads(out.read_text())
     assert {name: result[name] for name in before} == before
-    assert len(result["paper"]) == 1 and result["paper_model"]["hidden_size"] == 512
+    assert len(result["paper"]) == 1 and result["paper_model"]["hidden_size"] == 1024
     monkeypatch.setattr("tokendance.bench.prefill.bench_prefill", lambda *_: {"cold": 2})
     monkeypatch.setattr("tokendance.bench.prefill.words_of", lambda *_: None)
     assert main(command) == 0

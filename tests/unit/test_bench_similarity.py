@@ -93,6 +93,8 @@ def test_reused_rows_are_compared_with_computed_ones(
     model = Model.from_hf(tiny.hf_model())
     monkeypatch.setattr(similarity, "last_round", lambda *_: tiny_round(town, 3))
     found = on_engine(town, Words(), model, 3, lambda text: None)
+    alone = on_engine(town, Words(), model, 3, lambda text: None, ["region"])
+    assert "cacheblend" not in alone and alone["region"] == found["region"]
     region, blend = found["region"], found["cacheblend"]
     for figures in (region, blend):
         # K and V of layer 0 depend on token and position alone; deeper ones on the context.
@@ -110,7 +112,7 @@ def test_rows_that_are_computed_again_have_cosine_one(
     monkeypatch.setattr(similarity, "last_round", lambda *_: tiny_round(town, 3))
     everything = similarity.Method("full", "leader", 1.0)
     monkeypatch.setattr(similarity, "METHODS", {"region": everything})
-    full = on_engine(town, Words(), model, 3, lambda text: None)["region"]
+    full = on_engine(town, Words(), model, 3, lambda text: None, ["region"])["region"]
     assert full["k_cosine"] == full["v_cosine"] == 1.0
     assert full["same_blocks"] == 0.0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -171,19 +172,26 @@ class Cosines(NamedTuple):
 
 
 def on_engine(
-    path: Path, tokenizer: Tokenizer, model: Model, agents: int, say: Say
+    path: Path,
+    tokenizer: Tokenizer,
+    model: Model,
+    agents: int,
+    say: Say,
+    methods: Sequence[str] = tuple(METHODS),
 ) -> dict[str, Any]:
     """The last round of a trace, with K/V: per method same blocks and cosines. Raises TraceError.
 
     Cosines are over the rows that followers take from elsewhere, after recovery. Here the rows of
-    an agent's prefix cache are its own.
+    an agent's prefix cache are its own. Contexts that no method takes K/V from are not computed.
     """
-    round_ = last_round(path, tokenizer, agents)
+    round_, wanted = last_round(path, tokenizer, agents), {name: METHODS[name] for name in methods}
+    if all(method.source != "donors" for method in wanted.values()):
+        round_ = replace(round_, donors=())
     found: dict[str, Any] = {"engine_agents": len(round_.prompts)}
     with torch.inference_mode(), RoundBench(round_, model) as bench:
         bench.fill(PLAIN)
-        exact = {method: _rows(bench, method) for method in METHODS.values()}
-        for name, method in METHODS.items():
+        exact = {method: _rows(bench, method) for method in wanted.values()}
+        for name, method in wanted.items():
             outcome = bench.fill(method).outcome
             plan, cosines = (
                 bench.plans[method.source],

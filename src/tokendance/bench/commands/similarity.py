@@ -26,6 +26,8 @@ from tokendance.cli.model import DEFAULT_FOLDER
 
 TEXT = "tokens, blocks and K/V rows that the agents of a round have in common"
 QUICK = ("2_valentines_day_party",)
+BLENDED = ("1_meet_and_greet", "5_information_outbreak")
+"""Traces on which CacheBlend runs too: the contexts that it takes K/V from cost minutes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trace", type=Path, nargs="+", default=None, help="default: all; paper size: tokens only")
     add("--model", type=Path, default=DEFAULT_FOLDER, help="model folder; default: %(default)s")
     add("--agents", type=int, default=4, help="whose K/V is computed; default: %(default)s")
+    add("--blend", nargs="*", default=BLENDED, help="traces for CacheBlend; default: %(default)s")
     add("--no-engine", action="store_true", help="count only, run no model")
     add("--threads", type=int, default=1, help="default: %(default)s")
     add("--resume", action="store_true", help="go on with an interrupted run")
@@ -58,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         "threads": args.threads,
         "repetitions": 1,
         "engine_agents": None if args.no_engine else agents,
+        "blended": [] if args.quick else sorted(args.blend),
         "traces": [f"{path.parent.name}/{path.stem}" for path in paths],
     }
     partial = open_partial(args.out, settings, args.resume)
@@ -68,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     for path, key in zip(paths, settings["traces"]):
         if key not in done:
             small = Trace(path).header.size == "small"
-            done[key] = _measure(path, tokenizer, model if small else None, agents)
+            methods = ("region", "cacheblend") if path.stem in settings["blended"] else ("region",)
+            done[key] = _measure(path, tokenizer, model if small else None, agents, methods)
             append_line(partial, {"key": key, "rows": done[key]})
     rows = [row for key in settings["traces"] for row in done[key]]
     write_result(args.out, shown_command("similarity"), {**settings, "rows": rows})
@@ -85,7 +90,9 @@ def _traces(args: argparse.Namespace) -> list[Path]:
     return [path for size in ("small", "paper") for path in sorted(workloads(size).glob("*.jsonl"))]
 
 
-def _measure(path: Path, tokenizer: Any, model: Any, agents: int) -> list[dict[str, Any]]:
+def _measure(
+    path: Path, tokenizer: Any, model: Any, agents: int, methods: Sequence[str]
+) -> list[dict[str, Any]]:
     from tokendance.bench.similarity import count_rounds, on_engine
     from tokendance.bench.trace import Trace
 
@@ -93,7 +100,7 @@ def _measure(path: Path, tokenizer: Any, model: Any, agents: int) -> list[dict[s
     rows = count_rounds(path, tokenizer)
     # Separate conversations have no last round that all agents are in.
     if model is not None and rows and not Trace(path).header.serial:
-        found = on_engine(path, tokenizer, model, agents, say)
+        found = on_engine(path, tokenizer, model, agents, say, methods)
         region = found["region"]
         rows[-1] |= {name: region[name] for name in ("k_cosine", "v_cosine")} | found
     return rows
