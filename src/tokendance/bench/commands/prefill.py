@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, default=RESULTS / "prefill.json", help="default: %(default)s")
     add("--agents", type=int, default=8, help="requests at a time; default: %(default)s")
     add("--paper", action="store_true", help="rounds of the paper's size, in place of the others")
-    add("--quick", action="store_true", help="3 agents, or one paper round; one repetition")
+    add("--quick", action="store_true", help="3 agents with short prompts, or one paper round")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,7 +79,7 @@ def _synthetic(args: argparse.Namespace, repeat: int) -> dict[str, Any]:
 
     traces = sorted(workloads().glob("*.jsonl"))
     words = words_of(traces, HFTokenizer(args.model).encode, args.seed)
-    shape = RoundShape(agents=min(3, args.agents) if args.quick else args.agents)
+    shape = RoundShape(3, 64, 4, 64) if args.quick else RoundShape(agents=args.agents)
     measured = bench_prefill(str(args.model), shape, words, repeat, args.threads, say)
     return {"model": args.model.name, **measured}
 

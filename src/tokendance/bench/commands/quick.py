@@ -31,7 +31,6 @@ LANES = (
 """What runs side by side, each in order: what needs one process, and what starts vLLM."""
 
 SMALL = {
-    "prefill": ("--repeat", "1", "--agents", "3"),
     "overhead": ("--repeat", "1", "--agents", "3", "--tokens", "64"),
 }
 """Arguments of the commands that have no --quick."""
