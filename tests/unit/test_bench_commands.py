@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import pytest
 
+from tokendance.bench.commands.common import shown_command
 from tokendance.cli import main
 
 WORKLOADS = Path(__file__).parents[2] / "benchmarks/workloads/small"
@@ -67,3 +69,9 @@ def test_churn_writes_its_samples(tmp_path: Path) -> None:
     assert result["wrong"] == 0 and result["checked"] > 50
     assert [s["round"] for s in result["samples"]][-1] == 40
     assert all(s["held"] <= 150_000 for s in result["samples"])
+
+
+def test_the_shown_command_is_what_decides_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = ["x", "bench", "backends", "/a/b c.jsonl", "--resume", "--out", "/t/r.json", "-n", "8"]
+    monkeypatch.setattr(sys, "argv", typed)
+    assert shown_command("backends") == "tokendance bench backends 'b c.jsonl' -n 8"

@@ -44,10 +44,13 @@ def need_model(folder: Path) -> None:
 
 
 def shown_command(name: str) -> str:
-    """The command as it was typed, with paths cut to their last part; --resume says nothing about
-    the result."""
-    typed = (Path(a).name if os.path.isabs(a) else a for a in sys.argv[3:])
-    return shlex.join(["tokendance", "bench", name, *(a for a in typed if a != "--resume")])
+    """The command as it was typed, with paths cut to their last part; --resume and --out say
+    nothing about the result."""
+    typed = [Path(a).name if os.path.isabs(a) else a for a in sys.argv[3:] if a != "--resume"]
+    if "--out" in typed:
+        at = typed.index("--out")
+        del typed[at : at + 2]
+    return shlex.join(["tokendance", "bench", name, *typed])
 
 
 def write_result(path: Path, command: str, measured: Mapping[str, Any]) -> None:
