@@ -12,11 +12,12 @@ pytestmark = pytest.mark.engine
 
 from small_engine import Member, distance, make_round, outcome  # noqa: E402
 
-OPTIONS = {"min_shared_tokens": 16, "round_timeout_ms": 5000.0}
+OPTIONS = {"min_shared_tokens": 16, "round_timeout_ms": 5000.0, "store_gib": 0.1}
 ROUNDS = {
     "region": make_round(1, 4, backend="region"),
     "cacheblend": make_round(2, 4, backend="cacheblend"),
     "legolink": make_round(3, 3, backend="legolink"),
+    "restored": make_round(1, 4, backend="region"),  # the first round, out of the store
 }
 
 
@@ -55,10 +56,12 @@ def serve(start_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, ran
         settings |= {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
     with start_engine(options=OPTIONS, **settings) as engine:
         engine.llm.collective_rpc(record)
-        outputs = {
-            name: engine.answers([engine.add(*m, logprobs=5, max_tokens=3) for m in members])
-            for name, members in ROUNDS.items()
-        }
+        outputs = {}
+        for name, members in ROUNDS.items():
+            names = [engine.add(*m, logprobs=5, max_tokens=3) for m in members]
+            outputs[name] = engine.answers(names)
+            engine.steps(2)
+            engine.forget()
         return Served(outputs, engine.llm.collective_rpc(recorded))
 
 
@@ -90,6 +93,13 @@ def test_ranks_choose_the_same_rows(served: tuple[Served, Served]) -> None:
     assert first == second
     assert first == alone
     assert len(first) == len(ROUNDS)
-    _, cacheblend, legolink = first
+    _, cacheblend, legolink, _ = first
     assert any(rows for rows in cacheblend[3]) and cacheblend[2] > 0
     assert any(rows for rows in legolink[3])
+
+
+def test_every_rank_brings_its_part_back(served: tuple[Served, Served]) -> None:
+    for run in served:
+        for before, after in zip(run.outputs["region"], run.outputs["restored"]):
+            assert outcome(after)["rows"]["stored"] > 100
+            assert distance(before, after) < 1e-3

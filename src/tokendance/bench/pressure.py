@@ -7,13 +7,16 @@ the others have taken its pages. `recompute` is TokenDance without a store, `res
 
 from __future__ import annotations
 
+import statistics
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from tokendance.bench.engine_process import Call, Clock, EngineProcess, EngineSettings, RoundResult
-from tokendance.bench.measure import rows_by_source
+from tokendance.bench.measure import compare, rows_by_source
 from tokendance.bench.prefill import Words, for_engine, spread
 
 Say = Callable[[str], None]
@@ -118,6 +121,7 @@ def bench_pressure(
         "cpu_ratio": spread(_ratios(rows, "recompute", "cpu_s")),
         "plain_round_ratio": spread(_ratios(rows, "plain", "round_s")),
         "plain_cpu_ratio": spread(_ratios(rows, "plain", "cpu_s")),
+        "kl_mean": {m: spread(_counted(rows, m, "kl_mean")) for m in ("recompute", "restore")},
         "rows": rows,
     }
 
@@ -129,18 +133,25 @@ def _play(
     for number in range(shape.rounds + 1):
         calls = session.round()
         modes = MODES if number % 2 else MODES[::-1]
-        for mode in modes:
-            engine = engines[mode]
-            row = _row(mode, number, engine.round(for_engine(engine, calls)))
-            rows.append(row)
-            say(
-                f"round {number}, {mode}: {row['round_s']:.1f} s, CPU {row['cpu_s']:.1f} s, "
-                f"{row['rows_computed']} rows computed, {row['rows_stored']} from the store"
-            )
+        with tempfile.TemporaryDirectory() as scratch:
+            results = {
+                mode: engines[mode].round(
+                    for_engine(engines[mode], calls), logits=Path(scratch) / mode, logit_rows=1
+                )
+                for mode in modes
+            }
+            for mode in MODES:
+                rows.append(_row(mode, number, results[mode], results["plain"]))
+                say(
+                    "round {round}, {mode}: {round_s} s, CPU {cpu_s} s, {rows_computed} rows "
+                    "computed, {rows_stored} from the store, KL {kl_mean}".format(**rows[-1])
+                )
     return rows
 
 
-def _row(mode: str, number: int, result: RoundResult) -> dict[str, Any]:
+def _row(mode: str, number: int, result: RoundResult, plain: RoundResult) -> dict[str, Any]:
+    """kl_mean, kl_max: of the first answer token's distribution against plain vLLM's."""
+    divergence = [closeness.end for closeness in compare(plain, result)]
     sources = [rows_by_source(call) for call in result.calls]
     last = max(call.finish_s for call in result.calls)
     return {
@@ -155,7 +166,13 @@ def _row(mode: str, number: int, result: RoundResult) -> dict[str, Any]:
         "rows_prefix": sum(source.get("prefix", 0) for source in sources),
         "peak_pages": result.peak_pages,
         "preemptions": result.preemptions,
+        "kl_mean": round(statistics.fmean(divergence), 6),
+        "kl_max": round(max(divergence), 6),
     }
+
+
+def _counted(rows: Sequence[dict[str, Any]], mode: str, figure: str) -> list[float]:
+    return [row[figure] for row in rows if row["mode"] == mode and row["round"]]
 
 
 def _ratios(rows: Sequence[dict[str, Any]], mode: str, figure: str) -> list[float]:

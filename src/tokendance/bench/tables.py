@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokendance.bench.report.figures import backends, capacity, collective, quality, store
+from tokendance.bench.report.figures import backends, capacity, collective, costs, quality, store
 from tokendance.bench.report.model import ENGINES, Figure, load, maybe, middle, ranged
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
@@ -309,6 +309,7 @@ def _pressure(results: Path) -> Iterator[str]:
             f"`{run['command']}`) recomputing histories takes {ranged(run['round_ratio'])} times "
             f"as long as restoring them, and {ranged(run['cpu_ratio'])} times the CPU.\n"
         )
+        yield _losses(costs.pressure, run)
 
 
 def _fidelity(results: Path) -> Iterator[str]:
@@ -355,7 +356,7 @@ def _backends(results: Path) -> Iterator[str]:
             f"{row['cpu_ratio_serial_cacheblend']:.2f}x",
         )
         for row in run["summary"]
-        if row["ratio"] in (0.0, 0.15)
+        if row["ratio"] == 0.15 or row["backend"] in ("region", "naive")
     ]
     yield (
         f"**Recovery backends** (`{run['command']}`, reference engine; share computed again, and "

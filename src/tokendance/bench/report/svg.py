@@ -130,7 +130,7 @@ def lines(
     parts = [*_across(marks, rise, left), *_ticks_y(rise, left), *_ticks_x(run, series, bottom)]
     for one in series:
         parts += _drawn(one, run, rise)
-    parts += _ends(series, run, rise)
+    parts += [*_ends(series, run, rise), *_beside(series, run, rise)]
     parts.append(_text(left, 13, y.label, "start", "axis"))
     parts.append(_text((left + WIDTH - _RIGHT) / 2, height - 4, x.label, "middle", "axis"))
     names = [(s.name, s.colour, "dashed" if s.dashed else _KEYS[s.line]) for s in series]
@@ -188,8 +188,16 @@ def _drawn(one: Series, run: Scale, rise: Scale) -> Iterable[str]:
             yield f'<path class="whisker" {style} d="{path}"/>'
         title = f"<title>{escape(one.name)}: {short(p.y)} at {short(p.x)}</title>"
         yield f'<circle class="dot" {style} cx="{at:.1f}" cy="{height:.1f}" r="4">{title}</circle>'
-        if p.text:
-            yield _text(at + 6, height + 4, p.text, "start", "tick")
+
+
+def _beside(series: Sequence[Series], run: Scale, rise: Scale) -> Iterable[str]:
+    """Texts of points, except where one would cover another."""
+    taken: list[tuple[float, float]] = []
+    for p in (p for one in series for p in one.points if p.text):
+        x, y = run(p.x) + 6, rise(p.y) + 4
+        if all(abs(x - a) > _LETTER * (len(p.text) + 1) or abs(y - b) > _TEXT for a, b in taken):
+            taken.append((x, y))
+            yield _text(x, y, p.text, "start", "tick")
 
 
 def _ends(series: Sequence[Series], run: Scale, rise: Scale) -> Iterable[str]:

@@ -88,7 +88,7 @@ class Archive:
         stats.measure_copy(layers.device)
 
     def save(self, families: Sequence[SaveFamily], stats: TokenDanceStats) -> dict[RequestId, bool]:
-        """Store finished requests; whether each was kept."""
+        """Store finished requests; whether each was kept, on every rank."""
         kept: dict[RequestId, bool] = {}
         for family in families:
             started = time.perf_counter()
@@ -99,7 +99,8 @@ class Archive:
                 logger.exception("Finished requests could not be stored; they are computed again.")
                 kept |= {save.request_id: False for save in family.saves}
             stats.observe_save(time.perf_counter() - started, self._store.stats())
-        return {name: bool(every) for name, every in zip(kept, self._agreed(list(kept.values())))}
+        names = [save.request_id for family in families for save in family.saves]
+        return dict(zip(names, self._agreed([kept.get(name, False) for name in names])))
 
     def _save(self, family: SaveFamily, stats: TokenDanceStats) -> dict[RequestId, bool]:
         caches = {save.request_id: self._cache(save) for save in family.saves}
@@ -159,10 +160,14 @@ class Archive:
         known = self._known.get(name)
         if known is None:
             return None
-        entry = leases.enter_context(self._store.lease(known.key))
-        if entry is None and self._store.prefetch(known.session):
-            self._store.flush(TIER_WAIT_S)
+        try:
             entry = leases.enter_context(self._store.lease(known.key))
+            if entry is None and self._store.prefetch(known.session):
+                self._store.flush(TIER_WAIT_S)
+                entry = leases.enter_context(self._store.lease(known.key))
+        except Exception:
+            logger.exception("The store cannot be read; what it holds is computed.")
+            return None
         return entry
 
     def _place(

@@ -36,8 +36,8 @@ class Ran:
     """What a pass did for one request, beside its plan.
 
     recomputed: rows the plan copies that the backend computed instead. deviation: see
-    reuse.collective.MemberOutcome. lost: rows that the store should have given and that were computed. failure: why the
-    pass was given up and all rows were computed.
+    reuse.collective.MemberOutcome. lost: rows that the store should have given and that were
+    computed. failure: why the pass was given up and all rows were computed.
     """
 
     recomputed: int = 0

@@ -47,7 +47,8 @@ def latency_by_index(runs: Sequence[Run]) -> Figure:
         "250 requests on 80 GB: those of ten sessions reach a P99 of 136 s and fill 99.3 % of the "
         "pool (41.5 GiB); as many independent ones rise to 125 s and need 59.2 % (24.8 GiB).",
         f"On plain vLLM the P99 of {cells[0][1]} requests of agents is {ratio:.2f} times that of "
-        "as many independent ones: that is the pressure that sharing can take away.",
+        "as many independent ones"
+        + (": a pressure that sharing can take away." if ratio > 1 else "; agents wait no longer."),
         "This is plain vLLM alone, so there is nothing of ours to win or lose here.",
         [lines(series, Axis("request, in order of arrival"), y), *_pages_by_kind(run)],
         [Table(("kind", "requests", "fastest", "P99", "slowest"), cells)],
