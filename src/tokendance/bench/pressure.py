@@ -30,8 +30,8 @@ class PressureShape:
     a task. rounds: counted ones, after a first one that starts from nothing."""
 
     agents: int = 6
-    private: int = 400
-    answer: int = 24
+    private: int = 800
+    answer: int = 16
     task: int = 10
     rounds: int = 3
 

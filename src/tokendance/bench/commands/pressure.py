@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", type=Path, default=DEFAULT_FOLDER, help="model folder; default: %(default)s")
     add("--agents", type=int, default=6, help="at least 3; default: %(default)s")
-    add("--private", type=int, default=400, help="own tokens of each agent; default: %(default)s")
-    add("--answer", type=int, default=24, help="tokens of each answer; default: %(default)s")
+    add("--private", type=int, default=800, help="own tokens of each agent; default: %(default)s")
+    add("--answer", type=int, default=16, help="tokens of each answer; default: %(default)s")
     add("--rounds", type=int, default=3, help="counted rounds; default: %(default)s")
     add("--store-gib", type=float, default=2.0, help="budget of the store; default: %(default)s")
     add("--threads", type=int, default=1, help="default: %(default)s")
