@@ -101,4 +101,5 @@ def several(texts: Sequence[str], none: str, most: int = 4) -> str:
     more = f"; and {len(texts) - most} more" if len(texts) > most else ""
     text = "; ".join(texts[:most]) + more
     first = text.split(" ", 1)[0]
-    return (text[0].upper() + text[1:] if first.isalpha() else text) + "."
+    plain = first.isalpha() and first.islower()  # not vLLM, nor the name of a trace
+    return (text[0].upper() + text[1:] if plain else text) + "."

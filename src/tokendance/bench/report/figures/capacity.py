@@ -181,11 +181,13 @@ def _losses(rows: Rows) -> list[str]:
     found = []
     for row in rows:
         ours = _cell(rows, "tokendance", row["agents"], row["qps"])
-        if ours is not None and middle(row["round_s"]) < middle(ours["round_s"]):
+        if ours is None:
+            continue
+        theirs, mine = (f"{middle(r['round_s']):.2f}" for r in (row, ours))
+        if float(theirs) < float(mine):
             found.append(
                 f"{_name(row['engine'])} is faster with {row['agents']} agents, "
-                f"{_when(row['qps'])}: {middle(row['round_s']):.2f} s against "
-                f"{middle(ours['round_s']):.2f} s"
+                f"{_when(row['qps'])}: {theirs} s against {mine} s"
             )
     return found
 
