@@ -75,7 +75,9 @@ def agents(runs: Sequence[Run]) -> Figure:
         "Rounds within 1.5 s: up to 2.7 times the agents of vLLM with prefix caching, and up to "
         "2.3 times lower round latency (A100, Qwen2.5-7B and 14B, 1 to 10 agents, QPS 1 to 16).",
         _read(run, largest, rates[0]),
-        several(_losses(rows), "At no measured point was another engine's round faster."),
+        several(
+            _losses(rows), "At no measured point was another engine's round faster or smaller."
+        ),
         plots,
         [_table(rows), *_skipped(run)],
         list(_glance(run, largest, rates[0])),
@@ -189,7 +191,15 @@ def _losses(rows: Rows) -> list[str]:
                 f"{_name(row['engine'])} is faster with {row['agents']} agents, "
                 f"{_when(row['qps'])}: {theirs} s against {mine} s"
             )
-    return found
+    size = max(row["agents"] for row in rows)
+    ours = next((r for r in rows if (r["engine"], r["agents"]) == ("tokendance", size)), None)
+    return found + [
+        f"{_name(r['engine'])} needs {r['peak_pages']} pages with {size} agents, we "
+        f"{ours['peak_pages']}"
+        for r in rows
+        if ours and (r["agents"], r["qps"]) == (size, ours["qps"])
+        if r["peak_pages"] < ours["peak_pages"]
+    ]
 
 
 def _table(rows: Rows) -> Table:
