@@ -161,6 +161,24 @@ def test_a_save_that_fails_costs_nothing(
     assert all("stored" not in outcome(a)["rows"] for a in again)
 
 
+def test_a_session_is_pinned_and_released(engine: Engine, audit: Audit) -> None:
+    members = make_round(105, 3, private=100, retain="pin")
+    play(engine, members)
+    store = engine.worker.archive._store
+    before = store.stats()
+    assert any("s105" in session for session in store._custody.ledger.pinned)
+    engine.forget()
+    last = [Member(m.prompt, m.hints | {"retain": "release"}) for m in members]
+    outputs = play(engine, last)
+    assert all(outcome(o)["rows"]["stored"] > 100 for o in outputs)
+    after = store.stats()
+    assert after.entries == before.entries - 3 and after.held < before.held
+    assert not any("s105" in session for session in store._custody.ledger.pinned)
+    engine.forget()
+    again = play(engine, make_round(105, 3, private=100, retain="release"))
+    assert all("stored" not in outcome(o)["rows"] for o in again)
+
+
 def test_counters_and_gauges(engine: Engine, audit: Audit) -> None:
     from prometheus_client import REGISTRY
 

@@ -12,16 +12,20 @@ from plan_world import PAGE, ticket_of
 from tokendance.plan.planner import plan_round
 from tokendance.plan.reuse_plan import Copy, Member, PageTable, PlanError, ReusePlan, check_plan
 from tokendance.plan.saving import Save, SaveQueue
-from tokendance.plan.stored import StoredEntry, StoredIndex
+from tokendance.plan.stored import Owner, StoredEntry, StoredIndex
 from tokendance.plan.ticket import StoredRows
 from tokendance.types import AgentId, RequestId, RoundId, Source
 
 ROUND = RoundId("round")
 
 
-def entry(name: str, owner: str, tokens: range, exact: int) -> StoredEntry:
+def by(agent: str) -> Owner:
+    return Owner("", "s", agent)
+
+
+def entry(name: str, agent: str, tokens: range, exact: int) -> StoredEntry:
     pages = tuple(("page", tuple(tokens[: i + PAGE])) for i in range(0, exact - PAGE + 1, PAGE))
-    return StoredEntry(RequestId(name), owner, array("q", tokens), exact, pages)
+    return StoredEntry(RequestId(name), by(agent), array("q", tokens), exact, pages)
 
 
 def hashes(tokens: array[int]) -> list[object]:
@@ -33,23 +37,30 @@ class TestIndex:
         index = StoredIndex(PAGE)
         index.add(entry("r", "a", range(100, 120), exact=9))
         prompt = array("q", [*range(100, 118), 1, 2, 3])
-        own = index.find("a", prompt, hashes(prompt), 0)
+        own = index.find(by("a"), prompt, hashes(prompt), 0)
         assert own == StoredRows(RequestId("r"), 18, 9)
-        assert index.find("b", prompt, hashes(prompt), 0) == StoredRows(RequestId("r"), 9, 9)
+        assert index.find(by("b"), prompt, hashes(prompt), 0) == StoredRows(RequestId("r"), 9, 9)
 
     def test_nothing_beyond_what_is_cached_already(self) -> None:
         index = StoredIndex(PAGE)
         index.add(entry("r", "a", range(100, 120), exact=20))
         prompt = array("q", range(100, 112))
-        assert index.find("a", prompt, hashes(prompt), 12) is None
-        assert index.find("b", prompt, hashes(prompt), 8) == StoredRows(RequestId("r"), 12, 12)
+        assert index.find(by("a"), prompt, hashes(prompt), 12) is None
+        assert index.find(by("b"), prompt, hashes(prompt), 8) == StoredRows(RequestId("r"), 12, 12)
 
     def test_a_new_entry_takes_the_place_of_the_owners_last(self) -> None:
         index = StoredIndex(PAGE)
         index.add(entry("r1", "a", range(100, 120), exact=20))
         index.add(entry("r2", "a", range(200, 220), exact=20))
         old = array("q", range(100, 120))
-        assert index.find("a", old, hashes(old), 0) is None and len(index) == 1
+        assert index.find(by("a"), old, hashes(old), 0) is None and len(index) == 1
+
+    def test_entries_of_a_session(self) -> None:
+        index = StoredIndex(PAGE)
+        index.add(entry("r1", "a", range(100, 120), exact=20))
+        index.add(entry("r2", "b", range(200, 220), exact=20))
+        assert index.of("", "s") == ["r1", "r2"]
+        assert index.of("", "t") == index.of("other", "s") == []
 
     def test_two_entries_with_the_same_pages(self) -> None:
         """Forgetting one of them loses no page that the other one has brought since."""
@@ -58,16 +69,16 @@ class TestIndex:
         index.add(entry("r2", "b", range(100, 120), exact=20))
         index.forget([RequestId("r1")])
         prompt = array("q", range(100, 120))
-        found = index.find("c", prompt, hashes(prompt), 0)
+        found = index.find(by("c"), prompt, hashes(prompt), 0)
         assert found is not None and found.request_id == "r2"
         index.forget([RequestId("r2"), RequestId("unknown")])
-        assert index.find("c", prompt, hashes(prompt), 0) is None
+        assert index.find(by("c"), prompt, hashes(prompt), 0) is None
 
     def test_equal_hashes_of_other_tokens_give_nothing(self) -> None:
         index = StoredIndex(PAGE)
         index.add(entry("r", "a", range(100, 120), exact=20))
         prompt = array("q", range(300, 320))
-        assert index.find("b", prompt, hashes(array("q", range(100, 120))), 0) is None
+        assert index.find(by("b"), prompt, hashes(array("q", range(100, 120))), 0) is None
 
 
 def save(name: str, *blocks: int) -> Save:

@@ -68,6 +68,7 @@ def test_anything_is_taken_or_refused_by_name(value: Any) -> None:
         ({"size": True}, "size", "not a boolean"),
         ({"mode": "fast"}, "mode", "'auto' or 'exact'"),
         ({"mode": ["auto"]}, "mode", "'auto' or 'exact'"),
+        ({"retain": "always"}, "retain", "'pin' or 'release'"),
         ({"segments": 3}, "segments", "takes a list of lengths"),
         ({"segments": [3, 0]}, "segments", "at least 1, not 0"),
         ({"segments": [True]}, "segments", "at least 1, not True"),

@@ -14,6 +14,7 @@ def extra_body(
     size: int,
     session: str = "",
     mode: str | None = None,
+    retain: str | None = None,
 ) -> dict[str, Any]:
     """What an `openai` client passes as `extra_body` so that a call joins its round.
 
@@ -27,5 +28,7 @@ def extra_body(
         hints["session"] = session
     if mode is not None:
         hints["mode"] = mode
+    if retain is not None:
+        hints["retain"] = retain
     Hints.parse(hints)
     return {"kv_transfer_params": {"tokendance": hints}}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tokendance.plan.reuse_plan import ReusePlan
 from tokendance.types import RequestId
@@ -28,6 +29,15 @@ class Save:
     blocks: tuple[int, ...]
     exact_rows: int
     salt: str = ""
+
+
+class SessionOrder(NamedTuple):
+    """What becomes of the stored entries of a session: "pin", "release", or "prefetch" from the
+    tier below memory."""
+
+    order: str
+    session: str
+    salt: str
 
 
 @dataclass(frozen=True, slots=True)

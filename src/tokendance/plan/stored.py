@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tokendance.plan.ticket import StoredRows, common_prefix
 from tokendance.types import RequestId
@@ -17,17 +18,25 @@ REMEMBERED = 4096
 """Entries that are remembered; the oldest is forgotten first."""
 
 
+class Owner(NamedTuple):
+    """Whose history an entry is."""
+
+    tenant: str
+    session: str
+    agent: str
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredEntry:
     """One finished request in the store.
 
-    owner: whose history it is (tenant, session, agent). token_ids: array("q") of its rows, prompt
+    token_ids: array("q") of its rows, prompt
     and decoded. exact_rows: leading rows that are what the engine alone computes. page_hashes: the
     engine's content hashes of its pages, as many as are known.
     """
 
     request_id: RequestId
-    owner: Hashable
+    owner: Owner
     token_ids: Sequence[int]
     exact_rows: int
     page_hashes: tuple[Hashable, ...]
@@ -39,7 +48,7 @@ class StoredIndex:
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._entries: OrderedDict[RequestId, StoredEntry] = OrderedDict()
-        self._by_owner: dict[Hashable, RequestId] = {}
+        self._by_owner: dict[Owner, RequestId] = {}
         self._by_page: dict[Hashable, RequestId] = {}
         self.version = 0  # changes with every change
 
@@ -63,6 +72,11 @@ class StoredIndex:
         if len(self._entries) > REMEMBERED:
             self.forget((next(iter(self._entries)),))
 
+    def of(self, tenant: str, session: str) -> list[RequestId]:
+        """The entries of a session."""
+        owned = (entry for entry in self._entries.values() if entry.owner[:2] == (tenant, session))
+        return [entry.request_id for entry in owned]
+
     def forget(self, request_ids: Iterable[RequestId]) -> None:
         """Entries that are gone; unknown ones are no error."""
         self.version += 1
@@ -78,7 +92,7 @@ class StoredIndex:
 
     def find(
         self,
-        owner: Hashable,
+        owner: Owner,
         token_ids: Sequence[int],
         page_hashes: Sequence[Hashable],
         cached: int,
@@ -93,7 +107,7 @@ class StoredIndex:
         best = max((f for f in found if f is not None), key=lambda f: f.rows, default=None)
         return best if best is not None and best.rows > cached else None
 
-    def _of_owner(self, owner: Hashable, token_ids: Sequence[int]) -> StoredRows | None:
+    def _of_owner(self, owner: Owner, token_ids: Sequence[int]) -> StoredRows | None:
         entry = self._entries.get(self._by_owner.get(owner, RequestId("")))
         if entry is None:
             return None

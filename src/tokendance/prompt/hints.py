@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 MODES = ("auto", "exact")
+RETAIN = ("pin", "release")
 MAX_NAME = 256
 MAX_SIZE = 65536
 
@@ -32,6 +33,8 @@ class Hints:
     mode: "exact" never takes another request's K/V, "auto" may; None leaves it to the server.
     segments: lengths of the prompt's segments in tokens, for prompts given as token ids.
     backend: recovery backend (M9); None leaves it to the server.
+    retain: what becomes of the session's entries in the server's store. "pin" keeps them in memory,
+        "release" forgets them as soon as this request has ended; None leaves it to the budget.
     """
 
     session: str | None = None
@@ -41,6 +44,7 @@ class Hints:
     mode: str | None = None
     segments: tuple[int, ...] | None = None
     backend: str | None = None
+    retain: str | None = None
 
     @classmethod
     def parse(cls, value: Any) -> Hints:
@@ -60,9 +64,10 @@ class Hints:
             round=_name("round", value, number=True),
             agent=_name("agent", value, number=True),
             size=_size(value),
-            mode=_mode(value),
+            mode=_one_of(MODES, "mode", value),
             segments=_segments(value),
             backend=_name("backend", value),
+            retain=_one_of(RETAIN, "retain", value),
         )
 
 
@@ -91,10 +96,10 @@ def _size(hints: Mapping[str, Any]) -> int | None:
     return value
 
 
-def _mode(hints: Mapping[str, Any]) -> str | None:
-    value = hints.get("mode")
-    if value is not None and value not in MODES:
-        raise HintError("mode", f"takes {' or '.join(map(repr, MODES))}, not {value!r}", value)
+def _one_of(choices: tuple[str, ...], field: str, hints: Mapping[str, Any]) -> str | None:
+    value = hints.get(field)
+    if value is not None and value not in choices:
+        raise HintError(field, f"takes {' or '.join(map(repr, choices))}, not {value!r}", value)
     return value
 
 

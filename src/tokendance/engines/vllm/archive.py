@@ -27,7 +27,7 @@ from tokendance.config import Config
 from tokendance.engines.vllm.layers import VllmLayers
 from tokendance.engines.vllm.metrics import TokenDanceStats
 from tokendance.plan.reuse_plan import Copy, Member, PageTable, ReusePlan
-from tokendance.plan.saving import Save, SaveFamily
+from tokendance.plan.saving import Save, SaveFamily, SessionOrder
 from tokendance.restore.jobs import Placement
 from tokendance.restore.pipeline import Restorer
 from tokendance.reuse.rows import slots_of
@@ -85,6 +85,7 @@ class Archive:
         )
         self._restorer = Restorer(layers.planes or layers.kv, layers.rotary, device=layers.device)
         self._known: OrderedDict[RequestId, _Known] = OrderedDict()
+        self._pinned: set[SessionId] = set()  # also before they have anything
         stats.measure_copy(layers.device)
 
     def save(self, families: Sequence[SaveFamily], stats: TokenDanceStats) -> dict[RequestId, bool]:
@@ -113,6 +114,8 @@ class Archive:
             if result.key is not None:
                 session = caches[result.request_id].owner.session
                 self._known[result.request_id] = _Known(result.key, session)
+                if session in self._pinned:
+                    self._store.pin(session)
         while len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         return {result.request_id: result.key is not None for result in results}
@@ -120,9 +123,7 @@ class Archive:
     def _cache(self, save: Save) -> Cache:
         table = PageTable(save.request_id, self._layers.pages(save.blocks))
         rows = Rows(0, len(save.token_ids))
-        # Two tenants may use one name for a session, and neither must push out the other's entries.
-        salt = save.salt.encode()
-        session = SessionId(f"{tenant_of(salt)}/{save.session}")
+        session = _session(save.session, save.salt)
         return Cache(
             request_id=save.request_id,
             owner=Owner(session, AgentId(save.agent)),
@@ -132,8 +133,25 @@ class Archive:
                 self._layers.device
             ),
             exact_rows=save.exact_rows,
-            salt=salt,
+            salt=save.salt.encode(),
         )
+
+    def settle(self, orders: Sequence[SessionOrder]) -> None:
+        """Pin, release or prefetch what sessions have."""
+        for order in orders:
+            session = _session(order.session, order.salt)
+            try:
+                if order.order == "pin":
+                    self._pinned.add(session)
+                    self._store.pin(session)
+                elif order.order == "release":
+                    self._pinned.discard(session)
+                    self._store.unpin(session)
+                    self._store.release(session)
+                else:
+                    self._store.prefetch(session)
+            except Exception:
+                logger.exception("The store could not %s a session.", order.order)
 
     def bring_back(self, plans: Sequence[ReusePlan], stats: TokenDanceStats) -> BroughtBack:
         """Put the stored rows of plans (in kernel pages) where they belong."""
@@ -208,6 +226,11 @@ class Archive:
         votes = torch.tensor(mine, dtype=torch.float32, device=self._layers.device)
         every: list[bool] = (self._ranks.all_reduce(votes) >= self._ranks.world_size).tolist()
         return every
+
+
+def _session(name: str, salt: str) -> SessionId:
+    """Two tenants may use one name, and neither must push out the other's entries."""
+    return SessionId(f"{tenant_of(salt.encode())}/{name}")
 
 
 def _lower(config: Config, who: Identity) -> TierQueue | None:

@@ -111,7 +111,7 @@ class FrontEnd:
             "mode": hints.mode or self.config.mode,
             "salt": engine_input.get("cache_salt") or "",
         }
-        for name in ("session", "round", "agent", "size", "backend"):
+        for name in ("session", "round", "agent", "size", "backend", "retain"):
             if (value := getattr(hints, name)) is not None:
                 note[name] = value
         return _with_transfer(params, {**transfer, FIELD: note})

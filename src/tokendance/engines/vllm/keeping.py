@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from tokendance.config import Config
 from tokendance.plan.reuse_plan import Copy, Member, PageTable, ReusePlan
-from tokendance.plan.saving import Save, SaveFamily, SaveQueue
-from tokendance.plan.stored import StoredEntry, StoredIndex
+from tokendance.plan.saving import Save, SaveFamily, SaveQueue, SessionOrder
+from tokendance.plan.stored import Owner, StoredEntry, StoredIndex
 from tokendance.plan.ticket import State, StoredRows, Ticket
 from tokendance.types import AgentId, RequestId, RoundId
 
@@ -48,12 +48,39 @@ class Keeping:
         self._looks: dict[RequestId, _Look] = {}
         self._alone: dict[RequestId, _Alone] = {}
         self._starting: list[ReusePlan] = []
+        self._prefetches = bool(config.store_folder)
+        self._orders: list[SessionOrder] = []
+        self._releases: dict[str, SessionOrder] = {}  # by the request after which they happen
 
     def exact_rows(self, request_id: RequestId) -> int:
         """Leading exact rows of a finished request that the workers have, or will have before they
         need them: they store what is on its way to them first."""
         entry = self._sent.get(request_id)
         return self.index.exact_rows(request_id) if entry is None else entry.exact_rows
+
+    # -- sessions ------------------------------------------------------------------------------
+
+    def arrived(self, request_id: str, session: str, salt: str, retain: str | None) -> None:
+        """A request of a named session has come; what it has on disk may be wanted soon."""
+        if retain == "pin":
+            self._orders.append(SessionOrder("pin", session, salt))
+        elif retain == "release":
+            self._releases[request_id] = SessionOrder("release", session, salt)
+        order = SessionOrder("prefetch", session, salt)
+        if self._prefetches and order not in self._orders:
+            self._orders.append(order)
+
+    def ended(self, request_id: str) -> bool:
+        """A request is over, in whatever way; whether its session is forgotten with it."""
+        order = self._releases.pop(request_id, None)
+        if order is not None:
+            self._orders.append(order)
+            self.index.forget(self.index.of(order.salt, order.session))
+        return order is not None
+
+    def take_orders(self) -> tuple[SessionOrder, ...]:
+        orders, self._orders = tuple(self._orders), []
+        return orders
 
     # -- back from the store -------------------------------------------------------------------
 
@@ -67,7 +94,7 @@ class Keeping:
         tokens = ticket.token_ids
         if request.num_tokens > len(tokens):
             tokens = array("q", request.all_token_ids)
-        owner = (request.cache_salt or "", session, ticket.agent)
+        owner = Owner(request.cache_salt or "", session, ticket.agent)
         ticket.stored = self.index.find(owner, tokens, request.block_hashes, cached)
 
     def rows_alone(self, request: Any, ticket: Ticket, cached: int) -> int:
@@ -142,7 +169,8 @@ class Keeping:
         exact = rows if ticket.approximate_from is None else min(rows, ticket.approximate_from)
         exact = 0 if self._approximate else exact
         hashes = tuple(request.block_hashes[: exact // self._block_size])
-        entry = StoredEntry(ticket.request_id, (salt, session, ticket.agent), tokens, exact, hashes)
+        owner = Owner(salt, session, ticket.agent)
+        entry = StoredEntry(ticket.request_id, owner, tokens, exact, hashes)
         self._sent[ticket.request_id] = entry
         pages = blocks[: -(-rows // self._block_size)]
         return Save(ticket.request_id, session, ticket.agent, tokens, pages, exact, salt)

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tokendance.plan.reuse_plan import ReusePlan
-from tokendance.plan.saving import SaveFamily
+from tokendance.plan.saving import SaveFamily, SessionOrder
 from tokendance.types import RequestId
 
 
@@ -22,6 +22,7 @@ class Plans(KVConnectorMetadata):
 
     plans: tuple[ReusePlan, ...] = ()
     saves: tuple[SaveFamily, ...] = ()
+    sessions: tuple[SessionOrder, ...] = ()
 
 
 @dataclass(frozen=True)

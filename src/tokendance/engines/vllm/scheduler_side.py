@@ -90,6 +90,9 @@ class SchedulerSide:
         hints = (request.kv_transfer_params or {}).get("tokendance") or {}
         if self.disabled or request.sampling_params is None:
             return
+        if self._keeping is not None and hints.get("session"):
+            session, salt = str(hints["session"]), request.cache_salt or ""
+            self._keeping.arrived(request.request_id, session, salt, hints.get("retain"))
         if not hints and not self._config.discover:
             return
         if hints.get("mode", self._config.mode) == "exact" or not request.prompt_token_ids:
@@ -191,7 +194,8 @@ class SchedulerSide:
                 self._record_alone(*plan.members)
             given_out = self._fresh.union(_grown(scheduler_output))
             saves = self._keeping.due(plans, given_out, self._running)
-            work = Plans((*alone, *plans), saves)  # others may hit what comes back: it comes first
+            # Others may hit what comes back, so it comes first.
+            work = Plans((*alone, *plans), saves, self._keeping.take_orders())
         self._fresh.clear()
         self._in_flight = {
             request_id: request
@@ -217,6 +221,7 @@ class SchedulerSide:
         self._running.pop(request_id, None)
         self._in_flight.pop(request_id, None)
         self._hits.pop(request_id, None)
+        released = self._keeping is not None and self._keeping.ended(request_id)
         outcome = self._outcomes.pop(request_id, None)
         if outcome is None:
             return None
@@ -226,7 +231,7 @@ class SchedulerSide:
             whole = request.status != RequestStatus.FINISHED_ABORTED and not (
                 outcome.ran is not None and outcome.ran.failure
             )
-            worth = whole and (outcome.asked or outcome.member is not None)
+            worth = whole and not released and (outcome.asked or outcome.member is not None)
             blocks = self._blocks(request_id) if worth else ()
             self._keeping.finished(request, ticket, outcome.session, blocks)
         self._leave(request)
