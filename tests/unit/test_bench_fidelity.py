@@ -13,7 +13,7 @@ import torch
 from test_bench_backends import POOL, Words, count
 
 from tokendance.bench import fidelity
-from tokendance.bench.cast import LETTERS, Cast, town_requests
+from tokendance.bench.cast import LETTERS, Cast, Question, town_requests
 from tokendance.bench.fidelity import (
     Answers,
     Run,
@@ -180,6 +180,21 @@ def test_divergence_is_the_first_round_in_which_anybody_differs() -> None:
     assert figures["diverged_round"] == 1 and figures["rounds"] == 4
     assert figures["same_by_round"] == [1, 0.5, 1, 0]
     assert figures["share_same_outputs"] == 0.625
+
+
+def test_judges_agree_on_what_the_texts_add_to_a_favourite_letter() -> None:
+    def judged(*verdicts: tuple[float, float]) -> Run:
+        run = run_of([[[1], [2]]], np.eye(1, 3, 1, dtype=np.float32))
+        for verdict in verdicts:
+            logits = np.array([[0.0, *verdict]], dtype=np.float32)
+            answers = Answers([[], []], [logits, logits])
+            run.judgements.append((Question((), (1, 2)), answers))
+        return run
+
+    exact = judged((5, 1), (5, 2), (5, 3))  # usually 5 and 2
+    assert closeness(exact, exact)["exact_picks"] == 2
+    assert closeness(exact, judged((5, 1), (5, 2), (4, 3)))["judge_agreement"] == 1.0
+    assert closeness(exact, judged((5, 1), (5, 2), (5, 1.5)))["judge_agreement"] == round(2 / 3, 4)
 
 
 def test_summary_says_in_what_tokendance_is_worse() -> None:

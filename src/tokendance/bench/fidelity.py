@@ -236,8 +236,10 @@ def closeness(exact: Run, along: Run) -> dict[str, float]:
         for p, q, ids in list(zip(answers.logits, other.logits, answers.outputs))[1:]:
             kl.append(float(kl_divergence(p[:1], q[:1])[0]))
             top1 += (q.argmax(-1) == np.array(ids[: len(q)])).tolist()
-    picked = [pick for asked in exact.judgements for pick in _picks(*asked)]
-    others = [pick for asked in along.judgements for pick in _picks(*asked)]
+    verdicts, others = _verdicts(exact), _verdicts(along)
+    # A small model has a favourite letter; what the texts add to that is its judgement.
+    usual = verdicts.mean(0)
+    picked = (verdicts - usual).argmax(1)
     found = [x for asked in along.needles for x in _found(*asked)]
     return {
         "kl_end": round(fmean(kl), 6),
@@ -245,15 +247,17 @@ def closeness(exact: Run, along: Run) -> dict[str, float]:
         "top1": round(fmean(top1), 4),
         "needle_recall": round(fmean(found), 4) if found else 0.0,
         "needles_asked": len(found),
-        "judge_agreement": round(fmean(a == b for a, b in zip(picked, others)), 4),
+        "judge_agreement": round(float((picked == (others - usual).argmax(1)).mean()), 4),
         "judgements": len(picked),
-        "exact_picks": len(set(picked)),
+        "exact_picks": len(set(picked.tolist())),
     }
 
 
-def _picks(judgement: Question, answers: Answers) -> list[int]:
-    """The likeliest letter of every judge but the first agent."""
-    return [int(x[0][list(judgement.ids)].argmax()) for x in answers.logits[1:]]
+def _verdicts(run: Run) -> np.ndarray:
+    """float32 [judgements, letters]: logits of the letters, of every judge but the first agent."""
+    return np.stack(
+        [x[0][list(asked.ids)] for asked, answers in run.judgements for x in answers.logits[1:]]
+    )
 
 
 def _found(needle: Question, answers: Answers) -> list[bool]:
