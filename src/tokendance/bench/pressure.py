@@ -136,7 +136,9 @@ def _play(
         with tempfile.TemporaryDirectory() as scratch:
             results = {
                 mode: engines[mode].round(
-                    for_engine(engines[mode], calls), logits=Path(scratch) / mode, logit_rows=1
+                    for_engine(engines[mode], calls),
+                    logits=Path(scratch) / f"{mode}.npy",
+                    logit_rows=1,
                 )
                 for mode in modes
             }
