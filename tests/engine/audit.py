@@ -13,6 +13,7 @@ import torch
 from small_engine import BLOCK, Engine
 
 from tokendance.plan.reuse_plan import Copy, Member, PageTable, ReusePlan
+from tokendance.plan.saving import Save, SaveFamily
 from tokendance.reuse.base import PassHooks
 from tokendance.reuse.rows import row_batch, slots_of
 from tokendance.types import AgentId, RequestId, RoundId, Rows
@@ -50,6 +51,15 @@ class Audit:
             self._check_computed(plan, member, exact)
             self.members += 1
         self.plans.append(plan)
+
+    def check_save(self, save: Save) -> None:
+        """At the moment of saving, exact rows are still what computing gives."""
+        rows = Rows(0, save.exact_rows)
+        with self.scratch(rows.end) as table:
+            self.compute(table, [*save.token_ids[: rows.end], 0], [rows])
+            wanted = self.read(table, rows)
+        found = self.read(PageTable(save.request_id, save.blocks), rows)
+        self._compare(found, wanted, f"saved rows of {save.request_id}")
 
     def _check_exact(self, plan: ReusePlan, member: Member, end: int) -> None:
         """Rows before the first approximate one, prefix hits too, are what computing gives."""
@@ -157,4 +167,24 @@ def audited(engine: Engine) -> Iterator[Audit]:
         yield audit
     finally:
         del worker.run
+    assert not audit.problems, audit.problems
+
+
+@contextmanager
+def audited_saves(engine: Engine) -> Iterator[list[Save]]:
+    """Check everything that is stored just before it is; gives what has been stored so far."""
+    audit, archive, saves = Audit(engine), engine.worker.archive, list[Save]()
+    store = archive.save
+
+    def check_and_save(families: Sequence[SaveFamily], stats: Any) -> Any:
+        for save in (save for family in families for save in family.saves):
+            saves.append(save)
+            audit.check_save(save)
+        return store(families, stats)
+
+    archive.save = check_and_save
+    try:
+        yield saves
+    finally:
+        del archive.save
     assert not audit.problems, audit.problems

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from audit import Audit, audited
 from small_engine import Engine, Member, make_round, outcome, tokens
 from stored_rounds import OPTIONS, next_round, play
+
+from tokendance.engines.vllm.archive import _has
+from tokendance.plan.reuse_plan import Copy, Member, PageTable, ReusePlan
+from tokendance.types import AgentId, RequestId, RoundId
 
 pytestmark = pytest.mark.engine
 
@@ -82,6 +89,32 @@ def test_exact_requests_take_nothing_from_the_store(engine: Engine, audit: Audit
     assert audit.members == 0
     assert outcome(engine.ask_exactly(member.prompt)) == {}
     assert audit.members == 0
+
+
+def test_an_entry_has_to_be_as_exact_as_asked() -> None:
+    """Another request with the same tokens, exact to a lesser row, may have taken its place."""
+    name = RequestId("old")
+    entries: Any = {name: SimpleNamespace(tokens=torch.arange(8), exact_rows=4)}
+    tables = (PageTable(RequestId("new"), (0,)), PageTable(name, (), stored=True))
+    member = Member(RequestId("new"), AgentId("a"), 0, range(9), 0, 8)
+    plan = ReusePlan(RoundId("r"), (member,), tables)
+    assert _has(entries, plan, member, Copy(1, 0, 0, 4, exact=True, stored=True))
+    assert _has(entries, plan, member, Copy(1, 0, 0, 8, exact=False, stored=True))
+    assert not _has(entries, plan, member, Copy(1, 0, 0, 5, exact=True, stored=True))
+
+
+def test_prompts_with_embeddings_are_left_alone(engine: Engine) -> None:
+    """Wherever an embedding stands, all prompts have the same token id."""
+    request = SimpleNamespace(
+        request_id="embeddings",
+        prompt_token_ids=[0] * 200,
+        prompt_embeds=object(),
+        sampling_params=object(),
+        kv_transfer_params=None,
+        cache_salt=None,
+    )
+    engine.scheduling.add(request)
+    assert "embeddings" not in engine.book
 
 
 def test_a_late_agent_takes_the_region_from_the_store(engine: Engine, audit: Audit) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from audit import Audit, audited
+from audit import Audit, audited, audited_saves
 from small_engine import Engine, make_round, outcome, tokens, words
 from stored_rounds import OPTIONS, next_round, play, send
 
@@ -78,6 +78,32 @@ class TestScarcePages:
         engine.forget()
         again = play(engine, members)
         assert all(outcome(a)["rows"].get("stored", 0) > 200 for a in again), again
+
+    def test_saves_come_before_the_forward_that_takes_their_pages(self, engine: Engine) -> None:
+        """Also in a step that loads nothing, in which vLLM would rather begin with its forward."""
+        engine.forget()
+        with audited_saves(engine) as saves:
+            (member,) = make_round(230, 1, private=150)
+            engine.answers(send(engine, [member]))
+            assert not saves
+            engine.ask(words(Random(6), 1200), {"mode": "exact"})  # all pages, in the next step
+            assert len(saves) == 1
+
+    def test_a_request_that_is_preempted_again_and_again_is_stored_once(
+        self, engine: Engine
+    ) -> None:
+        """Its second pages are not those of its plan."""
+        engine.forget()
+        with audited_saves(engine) as saves:
+            names = send(engine, make_round(240, 2, private=60), max_tokens=60)
+            engine.steps(4)
+            for seed in range(3):
+                engine.add(words(Random(seed), 200), {"mode": "exact"})
+                assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+                engine.steps(3)
+                assert len(engine.scheduling._running) == len(engine.scheduler.running)
+            assert len(saves) == len(names)
+            engine.run()
 
 
 def test_a_budget_that_holds_nothing(start_engine: Start) -> None:

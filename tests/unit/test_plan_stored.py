@@ -131,6 +131,19 @@ class TestQueue:
         queue.add(save("b", 1, 3))
         assert names(queue.due([1], {"c"})) == [["a", "b"]]
 
+    def test_one_that_a_plan_takes_from_is_stored_before_the_plan_runs(self) -> None:
+        queue = SaveQueue()
+        queue.planned(plan_of(["lead", "x"], []))
+        queue.add(save("lead", 1))
+        assert queue.due([], {"x"}) == ()
+        late = plan_of(["late"], [])
+        queue.planned(
+            ReusePlan(
+                ROUND, late.members, (*late.tables, PageTable(RequestId("lead"), (), stored=True))
+            )
+        )
+        assert names(queue.due([], {"x", "late"})) == [["lead"]]
+
     @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 5)), max_size=12))
     def test_everything_is_stored_once_whatever_happens(
         self, events: list[tuple[str, int]]

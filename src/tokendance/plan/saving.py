@@ -55,6 +55,7 @@ class SaveQueue:
         self._plans: dict[RequestId, ReusePlan] = {}  # of requests under way and of waiting ones
         self._waiting: dict[RequestId, Save] = {}
         self._on_page: dict[int, set[RequestId]] = {}
+        self._asked: set[RequestId] = set()  # waiting ones that a plan of this step takes from
         self._changed = False
 
     def __len__(self) -> int:
@@ -63,6 +64,7 @@ class SaveQueue:
     def planned(self, plan: ReusePlan) -> None:
         """A plan is about to be executed."""
         self._plans.update((member.request_id, plan) for member in plan.members)
+        self._asked.update(table.request_id for table in plan.tables if table.stored)
 
     def plan_of(self, request_id: RequestId) -> ReusePlan | None:
         return self._plans.get(request_id)
@@ -83,6 +85,8 @@ class SaveQueue:
         """What has to be stored in this step. given_out: pages that the engine gave to a request in
         it. running: the requests that hold pages."""
         names = {n for block in given_out for n in self._on_page.get(block, ())}
+        names |= self._asked & self._waiting.keys()
+        self._asked.clear()
         if self._changed:
             self._changed = False
             names |= {name for name in self._waiting if not self._awaited(name, running)}

@@ -160,7 +160,7 @@ class Archive:
             return BroughtBack(list(plans), {}, set())
         with ExitStack() as leases:
             entries = [self._lease(name, leases) for name in names]
-            have = self._agreed([entry is not None for entry in entries])
+            have = self._agreed([_serves(e, n, plans) for n, e in zip(names, entries)])
             held = {n: e for n, e, every in zip(names, entries, have) if every and e is not None}
             done = held if all(self._agreed([self._place(plans, held, stats)])) else {}
         placed = [_in_place(plan, done) for plan in plans]
@@ -245,12 +245,25 @@ def _lower(config: Config, who: Identity) -> TierQueue | None:
 
 
 def _has(entries: dict[RequestId, Entry], plan: ReusePlan, member: Member, copy: Copy) -> bool:
-    """Whether an entry holds the rows of a copy, confirmed on token ids."""
+    """Whether an entry holds the rows of a copy, as exact as asked, confirmed on token ids."""
     entry = entries.get(plan.tables[copy.source].request_id) if copy.stored else None
     if entry is None:
         return False
+    if copy.exact and copy.source_start + copy.length > entry.exact_rows:
+        return False  # another request with these tokens has taken the place of the one asked for
     theirs = entry.tokens[copy.source_start : copy.source_start + copy.length].numpy()
     return np.array_equal(theirs, np.asarray(member.token_ids[copy.start : copy.end]))
+
+
+def _serves(entry: Entry | None, name: RequestId, plans: Sequence[ReusePlan]) -> bool:
+    """Whether an entry holds all that the plans want of it; ranks have to agree on the whole."""
+    return entry is not None and all(
+        _has({name: entry}, plan, member, copy)
+        for plan in plans
+        for member in plan.members
+        for copy in member.copies
+        if copy.stored and plan.tables[copy.source].request_id == name
+    )
 
 
 def _in_place(plan: ReusePlan, entries: dict[RequestId, Entry]) -> ReusePlan:

@@ -120,7 +120,10 @@ class TokenDanceConnector(KVConnectorBase_V1):
         self._scheduling.allocated(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._scheduling.work(scheduler_output)
+        work = self._scheduling.work(scheduler_output)
+        if work.saves:  # else vLLM starts with the forward, which writes to their pages
+            scheduler_output.has_sync_kv_loads = True
+        return work
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta

@@ -150,8 +150,12 @@ class Keeping:
         self._queue.add(self._save(request, ticket, session, tokens, blocks))
 
     def preempted(self, request: Any, ticket: Ticket, session: str) -> None:
-        """A request has lost its pages in this step; what the pass filled of them is kept."""
-        if ticket.state is State.COLLECTIVE and ticket.end >= self._block_size:
+        """A request has lost its pages in this step; what the pass filled of them is kept.
+
+        Once: the pages it gets later on are not those of its ticket, and may not be filled yet.
+        """
+        first = ticket.state is State.COLLECTIVE and request.num_preemptions == 1
+        if first and ticket.end >= self._block_size:
             tokens = array("q", ticket.token_ids[: ticket.end])
             save = self._save(request, ticket, session, tokens, ticket.blocks)
             plan = self._queue.plan_of(ticket.request_id)

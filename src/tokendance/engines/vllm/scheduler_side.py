@@ -97,6 +97,8 @@ class SchedulerSide:
             return
         if hints.get("mode", self._config.mode) == "exact" or not request.prompt_token_ids:
             return
+        if request.prompt_embeds is not None:
+            return  # where embeddings stand, equal token ids say nothing
         backend = hints.get("backend") or self._config.backend
         if self._config.require_gate and backend != self._config.backend:
             return  # the verdict holds for the server's backend
@@ -179,8 +181,10 @@ class SchedulerSide:
     def work(self, scheduler_output: Any) -> Plans:
         """End of a scheduling step: what the workers have to do in it."""
         for request_id in scheduler_output.preempted_req_ids or ():
-            request = self._running.pop(request_id, None)
-            self._in_flight.pop(request_id, None)
+            request = self._running.get(request_id)
+            if request_id not in scheduler_output.num_scheduled_tokens:  # else resumed at once
+                self._running.pop(request_id, None)
+                self._in_flight.pop(request_id, None)
             if self._keeping is not None and request is not None and request_id in self._book:
                 ticket = self._book.ticket(request_id)
                 self._keeping.preempted(request, ticket, self._outcomes[request_id].session)
