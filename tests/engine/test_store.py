@@ -14,7 +14,8 @@ from small_engine import Engine, Member, make_round, outcome, tokens
 from stored_rounds import OPTIONS, next_round, play
 
 from tokendance.engines.vllm.archive import _has
-from tokendance.plan.reuse_plan import Copy, Member, PageTable, ReusePlan
+from tokendance.plan import reuse_plan
+from tokendance.plan.reuse_plan import Copy, PageTable, ReusePlan
 from tokendance.types import AgentId, RequestId, RoundId
 
 pytestmark = pytest.mark.engine
@@ -96,7 +97,7 @@ def test_an_entry_has_to_be_as_exact_as_asked() -> None:
     name = RequestId("old")
     entries: Any = {name: SimpleNamespace(tokens=torch.arange(8), exact_rows=4)}
     tables = (PageTable(RequestId("new"), (0,)), PageTable(name, (), stored=True))
-    member = Member(RequestId("new"), AgentId("a"), 0, range(9), 0, 8)
+    member = reuse_plan.Member(RequestId("new"), AgentId("a"), 0, range(9), 0, 8)
     plan = ReusePlan(RoundId("r"), (member,), tables)
     assert _has(entries, plan, member, Copy(1, 0, 0, 4, exact=True, stored=True))
     assert _has(entries, plan, member, Copy(1, 0, 0, 8, exact=False, stored=True))
