@@ -30,6 +30,8 @@ class Config:
     pass_tokens: most rows one engine step computes collectively; None takes the engine's
         max_num_batched_tokens.
     keep_leaders: finished leaders whose pages, as long as they stand, serve agents that come later.
+    fresh_tail: last rows of a prompt that every agent computes itself, shared or not. What an agent
+        says next hangs on them most; a few repair most of what reuse changes.
     discover: find shared text in prompts that nobody has marked.
     store_gib: host memory of each rank for the K/V of finished agents, in GiB; 0 keeps nothing.
     store_int8: keep it as int8 per token and head: half the bytes of bf16, and approximate.
@@ -53,6 +55,7 @@ class Config:
     max_order_distance: float = 1.0
     pass_tokens: int | None = None
     keep_leaders: int = 64
+    fresh_tail: int = 0
     discover: bool = True
     store_gib: float = 0.0
     store_int8: bool = False
@@ -76,6 +79,7 @@ class Config:
             )
         for name in (
             *("round_timeout_ms", "linger_ms", "min_shared_tokens", "keep_leaders"),
+            "fresh_tail",
             *("store_gib", "store_folder_gib"),
         ):
             if getattr(self, name) < 0:

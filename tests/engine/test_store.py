@@ -213,6 +213,42 @@ def test_a_session_is_pinned_and_released(engine: Engine, audit: Audit) -> None:
     assert all("stored" not in outcome(o)["rows"] for o in again)
 
 
+def test_a_reset_of_the_cache_forgets_everything(engine: Engine, audit: Audit) -> None:
+    """vLLM asks for it when the model gets other weights."""
+    members = make_round(106, 3, private=100)
+    play(engine, members)
+    assert engine.worker.archive._store.stats().entries > 0
+    assert engine.llm.llm_engine.reset_prefix_cache(reset_connector=True)
+    again = play(engine, members)
+    assert all("stored" not in outcome(o)["rows"] for o in again)
+    assert engine.worker.archive._store.stats().entries == 3
+
+
+def test_an_answer_that_ends_at_a_stop_string_is_kept(engine: Engine, audit: Audit) -> None:
+    """vLLM's front end aborts such a request."""
+    (member,) = make_round(107, 1, private=200)
+    text = engine.ask(member.prompt, {"mode": "exact"}, max_tokens=30).outputs[0].text
+    stop = text[len(text) // 3 : len(text) // 3 + 3]
+    (output,) = play(engine, [member], max_tokens=30, stop=[stop])
+    assert output.outputs[0].finish_reason == "stop"
+    engine.forget()
+    (again,) = play(engine, [member])
+    assert outcome(again)["rows"]["stored"] > 300
+
+
+def test_a_leader_that_talks_on_is_still_the_master(engine: Engine, audit: Audit) -> None:
+    members = make_round(108, 4, shared=(200, 150, 170), private=60)
+    store = engine.worker.archive._store
+    before = store.stats()
+    names = [
+        engine.add(m.prompt, m.hints, max_tokens=4 if i else 100) for i, m in enumerate(members)
+    ]
+    outputs = engine.answers(names)
+    engine.steps(2)
+    assert outcome(outputs[0])["role"] == "leader"
+    assert store.stats().mirrors == before.mirrors + 3
+
+
 def test_counters_and_gauges(engine: Engine, audit: Audit) -> None:
     from prometheus_client import REGISTRY
 

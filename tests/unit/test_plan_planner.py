@@ -190,3 +190,14 @@ def test_pages_are_asked_of_sources_only() -> None:
     assert asked == ["r0"] and plan.leader is None
     assert plan.members[0].copies == (Copy(1, 7, 9, 9),)
     assert plan.tables[1].blocks == resident[0].blocks
+
+
+def test_the_last_rows_stay_fresh_unless_they_are_exact() -> None:
+    lead, same, other = tickets_of(
+        [Prompt((H, A, END)), Prompt((H, A, END)), Prompt((B, A, END))], "t"
+    )
+    for ticket in (same, other):
+        ticket.approximate_from = 0
+    plan = plan_round(ROUND, [lead, same, other], (), fresh_tail=5)
+    assert plan.members[1].copies[-1].end == same.end and plan.members[1].copies[-1].exact
+    assert plan.members[2].copies[-1].end == other.end - 5

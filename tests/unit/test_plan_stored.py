@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -99,7 +100,7 @@ def names(families: object) -> list[list[str]]:
 
 class TestQueue:
     def test_a_family_waits_for_its_last_member(self) -> None:
-        queue, plan = SaveQueue(), plan_of(["a", "b"], [])
+        queue, plan = SaveQueue(PAGE), plan_of(["a", "b"], [])
         queue.planned(plan)
         queue.add(save("a", 1, 2))
         assert queue.due([], {"b"}) == ()
@@ -109,14 +110,14 @@ class TestQueue:
         assert queue.due([], ()) == () and not len(queue)
 
     def test_it_does_not_wait_for_one_that_left(self) -> None:
-        queue = SaveQueue()
+        queue = SaveQueue(PAGE)
         queue.planned(plan_of(["a", "b"], []))
         queue.add(save("a", 1))
         queue.left(RequestId("b"))
         assert names(queue.due([], ())) == [["a"]]
 
     def test_pages_that_are_given_out_do_not_wait_and_take_their_master_along(self) -> None:
-        queue = SaveQueue()
+        queue = SaveQueue(PAGE)
         queue.planned(plan_of(["lead", "x"], []))
         queue.planned(plan_of(["a", "b"], ["lead"]))
         queue.add(save("lead", 1))
@@ -124,15 +125,43 @@ class TestQueue:
         assert queue.due([9], {"x", "b"}) == ()
         assert names(queue.due([2], {"x", "b"})) == [["lead"], ["a"]]
 
+    def test_a_mirror_gives_up_its_last_page_and_waits_for_its_master(self) -> None:
+        queue = SaveQueue(PAGE)
+        plan = plan_of(["lead", "a"], [])
+        copy = Copy(0, 0, 0, 1)
+        queue.planned(
+            replace(plan, members=(plan.members[0], replace(plan.members[1], copies=(copy,))))
+        )
+        queue.add(replace(save("a", 1, 2, 3), token_ids=array("q", range(10)), exact_rows=9))
+        assert queue.due([3], {"lead"}) == ()
+        assert queue.due([3], {"lead"}) == ()  # it is not its page any more
+        queue.add(save("lead", 4, 5))
+        (family,) = queue.due([], ())
+        mirror = family.saves[0]
+        assert (list(mirror.token_ids), mirror.blocks, mirror.exact_rows) == (
+            [*range(8)],
+            (1, 2),
+            8,
+        )
+
+    def test_one_that_is_withdrawn_is_not_stored(self) -> None:
+        queue = SaveQueue(PAGE)
+        queue.planned(plan_of(["a", "b"], []))
+        queue.add(save("a", 1))
+        queue.withdraw(RequestId("a"))
+        queue.withdraw(RequestId("unknown"))
+        queue.add(save("b", 2))
+        assert names(queue.due([1], ())) == [["b"]]
+
     def test_a_page_shared_by_two_that_finished(self) -> None:
-        queue = SaveQueue()
+        queue = SaveQueue(PAGE)
         queue.planned(plan_of(["a", "b", "c"], []))
         queue.add(save("a", 1, 2))
         queue.add(save("b", 1, 3))
         assert names(queue.due([1], {"c"})) == [["a", "b"]]
 
     def test_one_that_a_plan_takes_from_is_stored_before_the_plan_runs(self) -> None:
-        queue = SaveQueue()
+        queue = SaveQueue(PAGE)
         queue.planned(plan_of(["lead", "x"], []))
         queue.add(save("lead", 1))
         assert queue.due([], {"x"}) == ()
@@ -148,7 +177,7 @@ class TestQueue:
     def test_everything_is_stored_once_whatever_happens(
         self, events: list[tuple[str, int]]
     ) -> None:
-        queue = SaveQueue()
+        queue = SaveQueue(PAGE)
         queue.planned(plan_of(["a", "b", "c"], []))
         queue.planned(plan_of(["d", "e", "f"], ["a"]))
         running, finished, stored = set("abcdef"), [], []

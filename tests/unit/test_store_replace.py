@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import torch
 from store_world import IDENTITY, World, cache, make_round, restored
 
 from tokendance.store import Store
+from tokendance.store.tiers.base import TierQueue
+from tokendance.store.tiers.disk import DiskTier
 from tokendance.types import RequestId, SessionId
 
 
@@ -66,3 +69,18 @@ def test_a_replaced_master_leaves_its_mirrors_whole(world: World) -> None:
         assert key is not None
         with held.lease(key) as entry:
             assert entry is not None and torch.equal(restored(entry), rows)
+
+
+def test_clear_forgets_everything_in_every_tier(world: World, tmp_path: Path) -> None:
+    queue = TierQueue(DiskTier(tmp_path))
+    held = Store(IDENTITY, budget=1 << 24, block=8, lower=queue, spill_at=0.0)
+    for tag in ("a.", "b."):
+        round_ = make_round(world, [6, 9], [world.tokens(40)], tag=tag)
+        held.put_family(round_.plan, round_.caches)
+    held.flush()
+    held.pin(SessionId("s"))
+    assert queue.tier.catalog()
+    held.clear()
+    held.flush()
+    assert held.stats().entries == held.stats().held == 0
+    assert not queue.tier.catalog() and held.prefetch(SessionId("s")) == {}

@@ -27,9 +27,6 @@ from tokendance.bench.trace import TraceError
 from tokendance.cli.model import DEFAULT_FOLDER
 
 DEFAULT_TRACE = "benchmarks/workloads/small/5_information_outbreak.jsonl"
-DEFAULT_ROUNDS = 3
-"""Of the default trace: enough to see it settle, and less than four minutes on two slow cores."""
-
 COLUMNS = (
     "round",
     "tokens computed",
@@ -45,11 +42,7 @@ COLUMNS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--trace",
-        type=Path,
-        help=f"all rounds of a trace; default: the first {DEFAULT_ROUNDS} of {DEFAULT_TRACE}",
-    )
+    add("--trace", type=Path, default=None, help=f"default: {DEFAULT_TRACE}")
     add("--model", default=str(DEFAULT_FOLDER), help="model folder; default: %(default)s")
     add("--rounds", type=_count, help="replay only the first ROUNDS rounds")
     add("--agents", type=_count, help="replay only the requests of the first AGENTS agents")
@@ -63,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     settings = ReplaySettings(
         trace=args.trace or _default_trace(),
         model=args.model,
-        rounds=args.rounds or (None if args.trace else DEFAULT_ROUNDS),
+        rounds=args.rounds,
         agents=args.agents,
         repeat=args.repeat,
         threads=args.threads,

@@ -29,19 +29,22 @@ def plan_round(
     pages: Callable[[Ticket], PageTable] = lambda ticket: PageTable(
         ticket.request_id, ticket.blocks
     ),
+    fresh_tail: int = 0,
 ) -> ReusePlan:
     """Decide the source of every row.
 
     admitted: members of this step, leader first. resident: members of earlier steps whose rows are
     all computed, leader first; as sources they come before the admitted ones. pages(ticket): where
-    the rows of a resident request stand now; asked for sources only. Mutates nothing.
+    the rows of a resident request stand now; asked for sources only. fresh_tail: last rows of each
+    prompt that nothing inexact is copied to. Mutates nothing.
     """
     offers = _Offers(admitted, resident)
     tables = _Tables(admitted, pages)
     members = []
     for index, ticket in enumerate(admitted):
         history = _history(ticket)
-        pieces = _pieces(ticket, offers, history[-1].end if history else ticket.cached)
+        begin = history[-1].end if history else ticket.cached
+        pieces = _pieces(ticket, offers, begin, ticket.end - fresh_tail)
         copies = tuple(tables.copy(piece) for piece in (*history, *pieces))
         members.append(
             Member(
@@ -157,9 +160,9 @@ def _history(ticket: Ticket) -> list[_Piece]:
     return pieces
 
 
-def _pieces(ticket: Ticket, offers: _Offers, begin: int) -> list[_Piece]:
-    """The copies of one member from row `begin` on; token ids are compared, a key is only a
-    hint."""
+def _pieces(ticket: Ticket, offers: _Offers, begin: int, fresh: int) -> list[_Piece]:
+    """The copies of one member from row `begin` on, inexact ones before row `fresh`; token ids are
+    compared, a key is only a hint."""
     prefixes: dict[RequestId, int] = {}
     pieces: list[_Piece] = []
     limit = ticket.end
@@ -168,7 +171,8 @@ def _pieces(ticket: Ticket, offers: _Offers, begin: int) -> list[_Piece]:
         end = end if end < limit else limit
         if start < end:
             for offer in offers.of(key):
-                if _take(pieces, ticket, start, end, offer, offer.span.start - first, prefixes):
+                shift = offer.span.start - first
+                if _take(pieces, ticket, start, end, offer, shift, prefixes, fresh):
                     break
     return [p for p in pieces if p.length >= MIN_COPY_ROWS and (p.exact or _same(ticket, p))]
 
@@ -181,6 +185,7 @@ def _take(
     offer: _Offer,
     shift: int,
     prefixes: dict[RequestId, int],
+    fresh: int,
 ) -> bool:
     """Add rows [start, end), part of a segment, from an offer of it, which stands `shift` rows on.
 
@@ -198,7 +203,7 @@ def _take(
         if ticket.approximate_from is None:
             return False
         start = max(start, ticket.approximate_from)
-        end = min(end, span.end - shift, source.end - shift)
+        end = min(end, span.end - shift, source.end - shift, fresh)
     if start >= end:
         return False
     last = pieces[-1] if pieces else None

@@ -384,7 +384,8 @@ class RoundBook:
             stands = self._kept.stands(ticket.request_id)
             return PageTable(ticket.request_id, ticket.blocks if stands else (), not stands)
 
-        plan = plan_round(round_.round_id, tickets, sources, table)
+        tail = self._config.fresh_tail
+        plan = plan_round(round_.round_id, tickets, sources, table, tail)
         for ticket, member in zip(tickets, plan.members):
             inexact = [copy.start for copy in member.copies if not copy.exact]
             taken = tuple(c.rows for c in member.copies if not (c.stored and c.exact))

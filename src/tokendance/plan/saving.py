@@ -8,7 +8,7 @@ pages was just given out: the workers store before they write, so it is still in
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tokendance.plan.reuse_plan import ReusePlan
@@ -33,7 +33,7 @@ class Save:
 
 class SessionOrder(NamedTuple):
     """What becomes of the stored entries of a session: "pin", "release", or "prefetch" from the
-    tier below memory."""
+    tier below memory; "clear" forgets those of all sessions."""
 
     order: str
     session: str
@@ -51,7 +51,8 @@ class SaveFamily:
 class SaveQueue:
     """Finished requests that are not stored yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
         self._plans: dict[RequestId, ReusePlan] = {}  # of requests under way and of waiting ones
         self._waiting: dict[RequestId, Save] = {}
         self._on_page: dict[int, set[RequestId]] = {}
@@ -76,6 +77,11 @@ class SaveQueue:
         for block in save.blocks:
             self._on_page.setdefault(block, set()).add(save.request_id)
 
+    def withdraw(self, request_id: RequestId) -> None:
+        """A finished request is not to be stored after all."""
+        if request_id in self._waiting:
+            self._take([request_id])
+
     def left(self, request_id: RequestId) -> None:
         """A request has ended and is not to be stored."""
         self._changed = True
@@ -84,7 +90,12 @@ class SaveQueue:
     def due(self, given_out: Iterable[int], running: Container[str]) -> tuple[SaveFamily, ...]:
         """What has to be stored in this step. given_out: pages that the engine gave to a request in
         it. running: the requests that hold pages."""
-        names = {n for block in given_out for n in self._on_page.get(block, ())}
+        names = {
+            name
+            for block in given_out
+            for name in list(self._on_page.get(block, ()))
+            if not self._trimmed(name, block, running)
+        }
         names |= self._asked & self._waiting.keys()
         self._asked.clear()
         if self._changed:
@@ -94,6 +105,33 @@ class SaveQueue:
             plan = self._plans.get(name)
             names |= {t.request_id for t in plan.tables} & self._waiting.keys() if plan else set()
         return self._take([name for name in self._waiting if name in names])
+
+    def _trimmed(self, name: RequestId, block: int, running: Container[str]) -> bool:
+        """Give up the last page of a mirror whose master is still running, if it is not full.
+
+        Engines hand out such a page first, often to that very master. Without it the mirror can go
+        on waiting; stored now, it would have to be dense.
+        """
+        save, plan = self._waiting[name], self._plans.get(name)
+        full = len(save.token_ids) // self._page_size * self._page_size
+        if plan is None or block != save.blocks[-1] or not 0 < full < len(save.token_ids):
+            return False
+        member = next(m for m in plan.members if m.request_id == name)
+        if not any(plan.tables[copy.source].request_id in running for copy in member.copies):
+            return False
+        self._waiting[name] = replace(
+            save,
+            token_ids=save.token_ids[:full],
+            blocks=save.blocks[:-1],
+            exact_rows=min(save.exact_rows, full),
+        )
+        self._forget_page(block, name)
+        return True
+
+    def _forget_page(self, block: int, name: RequestId) -> None:
+        self._on_page[block].discard(name)
+        if not self._on_page[block]:
+            del self._on_page[block]
 
     def _awaited(self, name: RequestId, running: Container[str]) -> bool:
         """Whether somebody that is related to a finished request is still under way."""
@@ -106,9 +144,7 @@ class SaveQueue:
             save, plan = self._waiting.pop(name), self._plans.pop(name, None)
             families.setdefault(id(plan), (plan, []))[1].append(save)
             for block in save.blocks:
-                self._on_page[block].discard(name)
-                if not self._on_page[block]:
-                    del self._on_page[block]
+                self._forget_page(block, name)
         # Sources finish before or with those that take from them, or stand in an earlier plan.
         order = sorted(families.values(), key=lambda family: _depth(family[0], families))
         return tuple(SaveFamily(plan, tuple(saves)) for plan, saves in order)

@@ -77,6 +77,9 @@ class StoredIndex:
         owned = (entry for entry in self._entries.values() if entry.owner[:2] == (tenant, session))
         return [entry.request_id for entry in owned]
 
+    def clear(self) -> None:
+        self.forget(list(self._entries))
+
     def forget(self, request_ids: Iterable[RequestId]) -> None:
         """Entries that are gone; unknown ones are no error."""
         self.version += 1

@@ -54,6 +54,10 @@ class Lower:
             if any(owner.session == session for owner in owners_of(self._metas[name]))
         ]
 
+    def sessions(self) -> set[SessionId]:
+        """Those that have something here."""
+        return {owner.session for meta in self._metas.values() for owner in owners_of(meta)}
+
     def spill_cold(self, custody: Custody, spill_at: float) -> None:
         """Copy the coldest entries down until all but `spill_at` of the budget could be dropped."""
         records = sorted(custody.ledger.by_key.values(), key=lambda r: r.clock)

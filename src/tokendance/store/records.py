@@ -125,6 +125,9 @@ class Ledger:
             k for owner, keys in self._history.items() if owner.session == session for k in keys
         ]
 
+    def sessions(self) -> set[SessionId]:
+        return {owner.session for owner in self._history}
+
     def victims(self, before: int, leaving: Iterable[Owner] = ()) -> list[Record]:
         """Evictable records, first to go first: those that the put under way replaces, then the
         longest untouched; inside a round, mirrors before the masters they need.

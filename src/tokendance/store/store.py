@@ -190,6 +190,15 @@ class Store:
                 self._lower.release(session)
             return Receipt(len(keys) - deferred, before - self.memory.held, deferred)
 
+    def clear(self) -> None:
+        """Forget everything in every tier, for instance because the model has other weights now.
+        What is being read goes when its lease ends."""
+        with self._lock:
+            below = self._lower.sessions() if self._lower is not None else set()
+            for session in self._custody.ledger.sessions() | below:
+                self.unpin(session)
+                self.release(session)
+
     def prefetch(self, session: SessionId) -> dict[EntryKey, Reason]:
         """Start loading what the session has in the tier below. OK means under way; what arrives
         without room for it is counted and stays below."""

@@ -137,7 +137,7 @@ class Archive:
         )
 
     def settle(self, orders: Sequence[SessionOrder]) -> None:
-        """Pin, release or prefetch what sessions have."""
+        """Pin, release or prefetch what sessions have, or clear the store."""
         for order in orders:
             session = _session(order.session, order.salt)
             try:
@@ -148,6 +148,9 @@ class Archive:
                     self._pinned.discard(session)
                     self._store.unpin(session)
                     self._store.release(session)
+                elif order.order == "clear":
+                    self._pinned.clear()
+                    self._store.clear()
                 else:
                     self._store.prefetch(session)
             except Exception:

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from tokendance.config import Config
-from tokendance.engines.vllm.eligibility import model_identity, refusal
+from tokendance.engines.vllm.eligibility import model_identity, refusal, stored_identity
 from tokendance.engines.vllm.messages import Plans, Refusal, Report
 from tokendance.engines.vllm.metrics import TokenDancePromMetrics, TokenDanceStats
 from tokendance.engines.vllm.support import check_version
@@ -135,6 +135,10 @@ class TokenDanceConnector(KVConnectorBase_V1):
     ) -> tuple[bool, dict[str, Any] | None]:
         return False, self._scheduling.finished(request)
 
+    def reset_cache(self) -> bool | None:
+        self._scheduling.reset()
+        return True
+
     @property
     def _scheduling(self) -> SchedulerSide:
         assert self._scheduler is not None, "a scheduler-side call on a worker's connector"
@@ -158,7 +162,7 @@ class TokenDanceConnector(KVConnectorBase_V1):
             return
         self._worker = WorkerSide(layers, self._pass_rows, self._backend)
         if self._config.store_gib:
-            self._worker.keep(self._config, model_identity(self._vllm_config))
+            self._worker.keep(self._config, stored_identity(self._vllm_config))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return Refusal(self._refusal)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
 def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
@@ -64,3 +67,11 @@ def model_identity(vllm_config: Any) -> str:
             parallel.pipeline_parallel_size,
         )
     )
+
+
+def stored_identity(vllm_config: Any) -> str:
+    """The model's identity for K/V that outlives the engine: a folder may get other weights."""
+    folder = Path(vllm_config.model_config.model)
+    files = sorted(p for kind in WEIGHTS for p in folder.glob(kind)) if folder.is_dir() else []
+    stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    return f"{model_identity(vllm_config)}|{stats}"

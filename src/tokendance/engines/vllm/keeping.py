@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from tokendance.config import Config
@@ -42,7 +42,7 @@ class Keeping:
         self.index = StoredIndex(block_size)
         self._block_size = block_size
         self._approximate = config.store_int8
-        self._queue = SaveQueue()
+        self._queue = SaveQueue(block_size)
         self._urgent: list[SaveFamily] = []
         self._sent: dict[RequestId, StoredEntry] = {}  # on their way to the workers
         self._looks: dict[RequestId, _Look] = {}
@@ -76,7 +76,22 @@ class Keeping:
         if order is not None:
             self._orders.append(order)
             self.index.forget(self.index.of(order.salt, order.session))
+            self._drop(order.session, order.salt)
         return order is not None
+
+    def _drop(self, session: str, salt: str) -> None:
+        """Store nothing of a session that is on its way."""
+        for entry in list(self._sent.values()):
+            if entry.owner[:2] == (salt, session):
+                self._queue.withdraw(entry.request_id)
+                del self._sent[entry.request_id]
+
+    def reset(self) -> None:
+        """Forget everything: the model has other weights, or the pages have lost their content."""
+        self.index.clear()
+        self._queue = SaveQueue(self._block_size)
+        self._urgent, self._sent = [], {}
+        self._orders = [SessionOrder("clear", "", "")]
 
     def take_orders(self) -> tuple[SessionOrder, ...]:
         orders, self._orders = tuple(self._orders), []
@@ -186,7 +201,13 @@ class Keeping:
         for plan in plans:
             self._queue.planned(plan)
         urgent, self._urgent = self._urgent, []
-        return (*self._queue.due(given_out, running), *urgent)
+        families = (*self._queue.due(given_out, running), *urgent)
+        for save in (save for family in families for save in family.saves):
+            entry = self._sent[save.request_id]  # it may be stored without its last page
+            self._sent[save.request_id] = replace(
+                entry, token_ids=save.token_ids, exact_rows=save.exact_rows
+            )
+        return families
 
     def confirm(self, saved: Mapping[RequestId, bool], gone: Collection[RequestId]) -> None:
         """What the workers have stored, and what they have no longer."""

@@ -232,9 +232,7 @@ class SchedulerSide:
         ticket = self._book.ticket(request_id)
         reason = ticket.reason
         if self._keeping is not None:
-            whole = request.status != RequestStatus.FINISHED_ABORTED and not (
-                outcome.ran is not None and outcome.ran.failure
-            )
+            whole = _answered(request) and not (outcome.ran is not None and outcome.ran.failure)
             worth = whole and not released and (outcome.asked or outcome.member is not None)
             blocks = self._blocks(request_id) if worth else ()
             self._keeping.finished(request, ticket, outcome.session, blocks)
@@ -247,6 +245,11 @@ class SchedulerSide:
         self._stats.add(REQUESTS, 1, outcome.role)
         return {"tokendance": outcome.as_dict()}
 
+    def reset(self) -> None:
+        """Forget what is stored."""
+        if self._keeping is not None:
+            self._keeping.reset()
+
     def take_stats(self) -> TokenDanceStats | None:
         if self._stats.is_empty():
             return None
@@ -257,7 +260,7 @@ class SchedulerSide:
 
     def _leave(self, request: Any) -> None:
         request_id = RequestId(request.request_id)
-        if request.status == RequestStatus.FINISHED_ABORTED:
+        if not _answered(request):
             self._book.leave(request_id)
             return
         pool, blocks = self._manager.block_pool.blocks, self._blocks(request_id)
@@ -329,6 +332,12 @@ class SchedulerSide:
         if outcome.member is None:  # else it comes back after a preemption
             ticket = self._book.ticket(member.request_id)
             outcome.member, outcome.reason = replace(member, end=ticket.end), ticket.reason
+
+
+def _answered(request: Any) -> bool:
+    """Whether a request got as far as an answer. vLLM's front end aborts those that reach a stop
+    string, so an abort alone says nothing."""
+    return bool(request.status != RequestStatus.FINISHED_ABORTED or request.num_output_tokens > 0)
 
 
 def _grown(scheduler_output: Any) -> Iterable[int]:
