@@ -28,7 +28,7 @@ from tokendance.plan.reuse_plan import Copy, Member, PageTable, ReusePlan, check
 from tokendance.store import Cache, Dense, Mirror, Owner, Store
 from tokendance.store.base import EntryGone, entry_key
 from tokendance.store.blocks import grid_blocks
-from tokendance.store.family import family_bound, layouts
+from tokendance.store.family import confirm, family_bound, layouts
 from tokendance.store.mirror import Span
 from tokendance.types import AgentId, RequestId, RoundId, Rows, SessionId
 
@@ -495,3 +495,10 @@ def test_any_round_comes_back_bit_equal_and_moves_once(
             want = ROTARY.rotate(base[:, 0, row], shift)
             assert torch.allclose(got[:, 0, row - part.start].float(), want.float(), rtol=0.01)
         assert torch.equal(got[:, 1], base[:, 1, part.start :])
+
+
+def test_a_request_that_is_stored_in_part_is_still_a_mirror() -> None:
+    """The plan copies rows beyond those that are stored."""
+    tokens = np.arange(30, dtype=np.int32)
+    assert confirm([Span(4, 40, 4)], tokens, np.arange(60, dtype=np.int32)) == (Span(4, 26, 4),)
+    assert confirm([Span(30, 5, 30)], tokens, np.arange(60, dtype=np.int32)) == ()

@@ -175,11 +175,14 @@ def disjoint(spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def confirm(spans: Iterable[Span], tokens: Tokens, master: Tokens) -> tuple[Span, ...]:
-    """The spans whose token ids really are the master's; nothing is ever shared on trust."""
+    """The spans whose token ids really are the master's, as far as the rows to be stored reach;
+    nothing is ever shared on trust."""
+    within = (s._replace(length=min(s.length, len(tokens) - s.start)) for s in spans)
     return tuple(
         s
-        for s in spans
-        if s.master_start + s.length <= len(master)
+        for s in within
+        if s.length > 0
+        and s.master_start + s.length <= len(master)
         and np.array_equal(
             tokens[s.start : s.start + s.length],
             master[s.master_start : s.master_start + s.length],
