@@ -12,7 +12,6 @@ round in a step. Everything is decided on the scheduler side, in plain Python; t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterable
 from enum import Enum
 from heapq import nlargest
@@ -26,7 +25,7 @@ from tokendance.plan.match import Tokens
 from tokendance.plan.planner import claim_prefixes, plan_round
 from tokendance.plan.reuse_plan import PageTable, ReusePlan
 from tokendance.plan.rounds import Budget as Budget
-from tokendance.plan.rounds import Memory, Round, Wave, elect, leads_still, resident
+from tokendance.plan.rounds import Memory, Round, Wave, elect, leads_still, needed, resident
 from tokendance.plan.ticket import State, Ticket, order_distance, shared_with
 from tokendance.types import AgentId, RequestId, RoundId, Span
 
@@ -107,7 +106,7 @@ class RoundBook:
         round_.size = max(round_.size, size)
         round_.agents.add(ticket.agent)
         self._enter(round_, ticket)
-        if round_.size and len(round_.agents) >= _needed(self._config.quorum, round_.size):
+        if round_.size and len(round_.agents) >= needed(self._config.quorum, round_.size):
             round_.running = True
 
     def join_by_content(self, ticket: Ticket, *, salt: str, marked: bool, now: float) -> None:
@@ -395,8 +394,3 @@ class RoundBook:
         if passed_over and tickets[0].approximate_from is None:
             round_.follow(tickets[0])  # the engine took others first: the region is here now
         return plan
-
-
-def _needed(quorum: float, size: int) -> int:
-    """Members that are enough; the product of floats may lie just above a whole number."""
-    return math.ceil(quorum * size - 1e-9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -115,6 +116,11 @@ class Wave:
         self._pages -= pages
         self.tickets.append(ticket)
         return True
+
+
+def needed(quorum: float, size: int) -> int:
+    """Members that are enough; the product of floats may lie just above a whole number."""
+    return math.ceil(quorum * size - 1e-9)
 
 
 def resident(ticket: Ticket, step: int) -> bool:
