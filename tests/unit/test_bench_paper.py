@@ -98,7 +98,7 @@ def test_calls_announce_the_round_and_histories_do_not(town: Path) -> None:
     for call, history, prompt in zip(calls, histories, round_.prompts):
         assert call.prompt == prompt.ids and history.prompt == prompt.ids[: len(history.prompt)]
         assert call.hints and sum(call.hints["segments"]) == len(prompt.ids)
-        assert history.hints is None and len(call.forced) == 1
+        assert history.hints == {"mode": "exact"} and len(call.forced) == 1
     other, _ = paper_calls(round_, "1")
     assert other[0].hints and calls[0].hints
     assert other[0].hints["session"] != calls[0].hints["session"]
@@ -116,7 +116,7 @@ def test_ratios_are_of_the_same_turn_and_both_start_from_histories(
     assert row["cpu_ratio"] == row["wall_ratio"] == {"median": 2.0, "min": 2.0, "max": 2.0}
     assert row["cpu_s"]["median"] == round(row["prompt_tokens"] / 200, 4)
     assert row["row_bound"] == round(round_.bound.ratio, 2) and row["agents"] == 10
-    assert row["plain_computed"] == row["prompt_tokens"] - 320
+    assert row["computed"] == row["plain_computed"] == row["prompt_tokens"] - 320
     turns = Fakes.log[2:]  # after the warm-up
     assert [side for side, _ in turns[::3]] == [True, False, False, True]
     for at in range(0, len(turns), 3):

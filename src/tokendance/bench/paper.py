@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokendance.bench.engine_process import Call, EngineProcess, RoundResult
-from tokendance.bench.measure import Bound, BoundCounter
+from tokendance.bench.measure import Bound, BoundCounter, rows_by_source
 from tokendance.bench.prefill import (
     RoundShape,
     Say,
@@ -133,7 +133,7 @@ def _turn(
     for engine in engines if turn % 2 else engines[::-1]:
         engine.reset()
         if histories:
-            engine.round(histories)
+            engine.round(for_engine(engine, histories))
         found = results[engine.settings.tokendance] = engine.round(for_engine(engine, calls))
         say(f"{round_.name}, turn {turn + 1}, {engine.settings.name}: {found.prefill_cpu_s:.1f} s")
     return results
@@ -153,7 +153,9 @@ def paper_calls(round_: PaperRound, turn: str) -> tuple[list[Call], list[Call]]:
         name = f"{round_.name}.{turn}.{prompt.agent}"
         calls.append(Call(name, prompt.ids, prompt.ids[:1], hints))
         if history:
-            histories.append(Call(f"{name}.history", history, prompt.ids[:1]))
+            # Exact, as what nobody shares: else texts that two histories quote would be found.
+            exact = {"mode": "exact"}
+            histories.append(Call(f"{name}.history", history, prompt.ids[:1], exact))
     return calls, histories
 
 
@@ -168,6 +170,7 @@ def _row(round_: PaperRound, turns: Sequence[dict[bool, RoundResult]]) -> dict[s
         "region_rows": round_.bound.region,
         "row_bound": round(round_.bound.ratio, 2),
         "plain_computed": sum(c.prompt_tokens - c.cached for c in plain[0].calls),
+        "computed": sum(rows_by_source(c)["computed"] for c in ours[0].calls),
         "plain_cpu_s": spread([r.prefill_cpu_s for r in plain]),
         "cpu_s": spread([r.prefill_cpu_s for r in ours]),
         "cpu_ratio": spread([a.prefill_cpu_s / b.prefill_cpu_s for a, b in zip(plain, ours)]),
