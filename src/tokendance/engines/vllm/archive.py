@@ -162,7 +162,7 @@ class Archive:
         if not names:
             return BroughtBack(list(plans), {}, set())
         with ExitStack() as leases:
-            entries = [self._lease(name, leases) for name in names]
+            entries = self._lease(names, leases)
             have = self._agreed([_serves(e, n, plans) for n, e in zip(names, entries)])
             held = {n: e for n, e, every in zip(names, entries, have) if every and e is not None}
             done = held if all(self._agreed([self._place(plans, held, stats)])) else {}
@@ -177,19 +177,32 @@ class Archive:
             self._known.pop(name, None)
         return BroughtBack(placed, {name: rows for name, rows in lost.items() if rows}, gone)
 
-    def _lease(self, name: RequestId, leases: ExitStack) -> Entry | None:
-        known = self._known.get(name)
-        if known is None:
-            return None
-        try:
-            entry = leases.enter_context(self._store.lease(known.key))
-            if entry is None and self._store.prefetch(known.session):
-                self._store.flush(TIER_WAIT_S)
+    def _lease(self, names: Sequence[RequestId], leases: ExitStack) -> list[Entry | None]:
+        """The entries of some requests, None for those that are gone. What is on disk is waited
+        for, once."""
+        found: dict[RequestId, Entry] = {}
+
+        def look() -> set[SessionId]:
+            """Lease what is in memory; the sessions of what is not."""
+            absent = set()
+            for name in names:
+                known = self._known.get(name)
+                if known is None or name in found:
+                    continue
                 entry = leases.enter_context(self._store.lease(known.key))
+                if entry is not None:
+                    found[name] = entry
+                else:
+                    absent.add(known.session)
+            return absent
+
+        try:
+            if any([self._store.prefetch(session) for session in look()]):
+                self._store.flush(TIER_WAIT_S)
+                look()
         except Exception:
             logger.exception("The store cannot be read; what it holds is computed.")
-            return None
-        return entry
+        return [found.get(name) for name in names]
 
     def _place(
         self,
