@@ -97,6 +97,7 @@ def explain(asked: Sequence[Asked], config: Config) -> list[dict[str, Any]]:
         rows = {Source.PREFIX: one.cached, Source.SIBLING: 0, Source.COMPUTED: 0}
         if member is not None:
             rows = member.rows_by_source()
+            del rows[Source.STORED]  # prompts on a desk have no store behind them
         rows[Source.COMPUTED] = len(one.ids) - rows[Source.PREFIX] - rows[Source.SIBLING]
         told.append(
             {
