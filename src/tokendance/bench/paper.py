@@ -98,7 +98,7 @@ def load(case: Case, tokenizer: HFTokenizer) -> PaperRound:
     counter = BoundCounter()
     counter.add(earlier)
     return PaperRound(
-        trace.header.name,
+        case.trace.stem,
         now.index,
         prompts,
         tuple(p.ids[: whole_pages(p.ids, known.get(p.agent, ()))] for p in prompts),
