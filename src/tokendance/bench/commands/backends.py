@@ -17,6 +17,7 @@ from tokendance.bench.commands.common import (
     need_model,
     say,
     shown_command,
+    traces,
     workloads,
     write_result,
 )
@@ -122,7 +123,7 @@ def _cases(args: argparse.Namespace, folder: Path, tokenizer: HFTokenizer) -> It
         return len(tokenizer.encode(text))
 
     yield from (case(path, agents, methods) for path in _traces(args))
-    pool = sentences(sorted(workloads().glob("*.jsonl")))
+    pool = sentences(traces())
     for seed in range(settings["seeds"]):
         town = write_town(folder / f"{seed}.jsonl", pool, seed, count)
         yield case(town, agents, methods)

@@ -20,7 +20,7 @@ from tokendance.bench.commands.common import (
     need_model,
     say,
     shown_command,
-    workloads,
+    traces,
     write_result,
 )
 from tokendance.cli.model import DEFAULT_FOLDER
@@ -75,9 +75,8 @@ def run(args: argparse.Namespace) -> int:
     need_model(args.model)
     if args.quick:
         vars(args).update(QUICK)
-    traces = sorted(workloads().glob("*.jsonl"))
     tokenizer = HFTokenizer(args.model)
-    words = words_of(traces, tokenizer.encode, args.seed)
+    words = words_of(traces(), tokenizer.encode, args.seed)
     session = _sessions(args, words, tokenizer)
     study, skipped = _study(args, session)
     settings = _settings(args)

@@ -18,7 +18,7 @@ from tokendance.bench.commands.common import (
     need_model,
     say,
     shown_command,
-    workloads,
+    trace_words,
     write_result,
 )
 from tokendance.bench.partial import append_line, close_partial, open_partial, read_lines
@@ -48,8 +48,6 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from tokendance.bench.collective import Shape, measure
-    from tokendance.bench.prefill import words_of
-    from tokendance.bench.render import HFTokenizer
     from tokendance.engines.reference.model import Model
 
     need_model(args.model)
@@ -58,8 +56,7 @@ def run(args: argparse.Namespace) -> int:
     partial = open_partial(args.out, settings, args.resume)
     done = {line["key"]: line["rows"] for line in read_lines(partial)}
     torch.set_num_threads(args.threads)
-    traces = sorted(workloads().glob("*.jsonl"))
-    words = words_of(traces, HFTokenizer(args.model).encode, args.seed)
+    words = trace_words(args.model, args.seed)
     model = Model.load(args.model)
     for size in sizes:
         if size not in done:

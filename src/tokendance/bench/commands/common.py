@@ -9,7 +9,10 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokendance.bench.prefill import Words
 
 RESULTS = Path("benchmarks/results")
 WORKLOADS = Path("benchmarks/workloads/small")
@@ -24,6 +27,19 @@ def workloads(size: str = "small") -> Path:
     here = WORKLOADS.with_name(size)
     checkout = Path(__file__).resolve().parents[4] / here
     return here if here.exists() or not checkout.exists() else checkout
+
+
+def traces(size: str = "small") -> list[Path]:
+    """The traces of that size, in order."""
+    return sorted(workloads(size).glob("*.jsonl"))
+
+
+def trace_words(model: Path, seed: int) -> Words:
+    """Token ids of the small traces' texts, in the model's tokens, to cut prompts from."""
+    from tokendance.bench.prefill import words_of
+    from tokendance.bench.render import HFTokenizer
+
+    return words_of(traces(), HFTokenizer(model).encode, seed)
 
 
 def add_clock(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ from tokendance.bench.commands.common import (
     need_model,
     say,
     shown_command,
-    workloads,
+    traces,
     write_result,
 )
 from tokendance.bench.partial import append_line, close_partial, open_partial, read_lines
@@ -119,7 +119,7 @@ def _scenarios(
         called = tuple(names[request.agent] for request in requests)
         return Cast(tuple(requests), called, render, args.window, stop)
 
-    pool = sentences(sorted(workloads().glob("*.jsonl")))
+    pool = sentences(traces())
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(settings["seeds"]):
             path, size = Path(folder) / f"{seed}.jsonl", max(agents, SEGMENTS)

@@ -15,7 +15,7 @@ from tokendance.bench.commands.common import (
     need_model,
     say,
     shown_command,
-    workloads,
+    trace_words,
     write_result,
 )
 from tokendance.cli.model import DEFAULT_FOLDER
@@ -43,12 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tokendance.bench.bystander import bench_bystander
-    from tokendance.bench.prefill import RoundShape, bench_overhead, words_of
-    from tokendance.bench.render import HFTokenizer
+    from tokendance.bench.prefill import RoundShape, bench_overhead
 
     need_model(args.model)
-    traces = sorted(workloads().glob("*.jsonl"))
-    words = words_of(traces, HFTokenizer(args.model).encode, args.seed)
+    words = trace_words(args.model, args.seed)
     model = str(args.model)
     measured = bench_overhead(
         model, args.agents, args.tokens, words, args.repeat, args.threads, say

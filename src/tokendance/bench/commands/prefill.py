@@ -20,6 +20,7 @@ from tokendance.bench.commands.common import (
     need_model,
     say,
     shown_command,
+    trace_words,
     workloads,
     write_result,
 )
@@ -74,11 +75,9 @@ def _before(out: Path) -> Mapping[str, Any]:
 
 
 def _synthetic(args: argparse.Namespace, repeat: int) -> dict[str, Any]:
-    from tokendance.bench.prefill import RoundShape, bench_prefill, words_of
-    from tokendance.bench.render import HFTokenizer
+    from tokendance.bench.prefill import RoundShape, bench_prefill
 
-    traces = sorted(workloads().glob("*.jsonl"))
-    words = words_of(traces, HFTokenizer(args.model).encode, args.seed)
+    words = trace_words(args.model, args.seed)
     shape = RoundShape(3, 64, 4, 64) if args.quick else RoundShape(agents=args.agents)
     measured = bench_prefill(str(args.model), shape, words, repeat, args.threads, say)
     return {"model": args.model.name, **measured}

@@ -12,7 +12,7 @@ from tokendance.bench.commands.common import (
     need_model,
     say,
     shown_command,
-    workloads,
+    trace_words,
     write_result,
 )
 from tokendance.cli.model import DEFAULT_FOLDER
@@ -36,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tokendance.bench.prefill import words_of
     from tokendance.bench.pressure import PressureShape, bench_pressure
-    from tokendance.bench.render import HFTokenizer
 
     need_model(args.model)
     if args.agents < 3 or args.rounds < 1:
@@ -46,8 +44,7 @@ def run(args: argparse.Namespace) -> int:
     shape = PressureShape(args.agents, args.private, args.answer, rounds=args.rounds)
     if args.quick:
         shape = PressureShape(agents=3, private=150, answer=8, rounds=1)
-    traces = sorted(workloads().glob("*.jsonl"))
-    words = words_of(traces, HFTokenizer(args.model).encode, args.seed)
+    words = trace_words(args.model, args.seed)
     measured = bench_pressure(
         str(args.model), shape, words, args.threads, args.clock, args.store_gib, say
     )

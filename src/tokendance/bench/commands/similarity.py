@@ -18,6 +18,7 @@ from tokendance.bench.commands.common import (
     need_model,
     say,
     shown_command,
+    traces,
     workloads,
     write_result,
 )
@@ -87,7 +88,7 @@ def _traces(args: argparse.Namespace) -> list[Path]:
         return list(args.trace)
     if args.quick:
         return [workloads() / f"{name}.jsonl" for name in QUICK]
-    return [path for size in ("small", "paper") for path in sorted(workloads(size).glob("*.jsonl"))]
+    return [path for size in ("small", "paper") for path in traces(size)]
 
 
 def _measure(

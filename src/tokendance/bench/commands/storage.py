@@ -12,7 +12,7 @@ from tokendance.bench.commands.common import (
     RESULTS,
     need_model,
     shown_command,
-    workloads,
+    traces,
     write_result,
 )
 from tokendance.cli.model import DEFAULT_FOLDER
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
     need_model(args.model)
     sizes = ("small",) if args.quick else ("small", "paper")
-    paths = args.traces or [p for size in sizes for p in sorted(workloads(size).glob("*.jsonl"))]
+    paths = args.traces or [p for size in sizes for p in traces(size)]
     measured = bench_storage(paths, HFTokenizer(args.model), Shape(*args.shape), print)
     write_result(args.out, shown_command("storage"), {"model": args.model.name, **measured})
     return 0
