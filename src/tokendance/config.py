@@ -30,6 +30,8 @@ class Config:
     pass_tokens: most rows one engine step computes collectively; None takes the engine's
         max_num_batched_tokens.
     keep_leaders: finished leaders whose pages, as long as they stand, serve agents that come later.
+    keep_donors: finished requests that serve what later prompts quote of them, with backends that
+        take text from where it was written (cacheblend, legolink, naive).
     fresh_tail: last rows of a prompt that every agent computes itself, shared or not. What an agent
         says next hangs on them most; a few repair most of what reuse changes.
     discover: find shared text in prompts that nobody has marked.
@@ -55,6 +57,7 @@ class Config:
     max_order_distance: float = 1.0
     pass_tokens: int | None = None
     keep_leaders: int = 64
+    keep_donors: int = 256
     fresh_tail: int = 0
     discover: bool = True
     store_gib: float = 0.0
@@ -79,7 +82,7 @@ class Config:
             )
         for name in (
             *("round_timeout_ms", "linger_ms", "min_shared_tokens", "keep_leaders"),
-            "fresh_tail",
+            *("keep_donors", "fresh_tail"),
             *("store_gib", "store_folder_gib"),
         ):
             if getattr(self, name) < 0:

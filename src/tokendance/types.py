@@ -23,7 +23,7 @@ class Source(StrEnum):
     """Where the K/V of a row comes from; every row has exactly one."""
 
     PREFIX = "prefix"  # the engine's own prefix cache
-    SIBLING = "sibling"  # rows of another request of the round
+    SIBLING = "sibling"  # another request's pages: of the round, or of one that has finished
     STORED = "stored"  # an entry of the store
     COMPUTED = "computed"
 

@@ -46,7 +46,7 @@ class Audit:
             for copy in member.copies:
                 if not copy.stored:
                     self._check_copy(plan, member, copy)
-                elif plan.tables[copy.source].request_id in self._engine.book._kept:
+                elif self._source(plan, copy) is not None:
                     self._check_stored(plan, member, copy)
             self._check_computed(plan, member, exact)
             self.members += 1
@@ -78,11 +78,11 @@ class Audit:
         self._compare(found, wanted, f"{copy} of {member.request_id}")
 
     def _check_stored(self, plan: ReusePlan, member: Member, copy: Copy) -> None:
-        """Rows of a kept leader that came out of the store are what it had computed."""
-        ticket = self._engine.book.ticket(plan.tables[copy.source].request_id)
+        """Rows of a finished source that came out of the store are what it had computed."""
+        ticket = self._source(plan, copy)
         rows = Rows(copy.source_start, copy.source_start + copy.length)
-        if rows.end > len(ticket.token_ids):
-            return  # decoded rows, of which the ticket knows nothing
+        if rows.end > len(ticket.token_ids) or ticket.approximate_from is not None:
+            return  # decoded rows, of which the ticket knows nothing, or nobody knows what they are
         with self.scratch(rows.end) as table:
             self.compute(table, [*ticket.token_ids[: rows.end], 0], [Rows(0, rows.end)])
             source = self.read(table, rows)
@@ -95,13 +95,21 @@ class Audit:
         name = plan.tables[copy.source].request_id
         if any(member.request_id == name for member in plan.members):
             return
-        ticket = self._engine.book.ticket(name)
+        ticket = self._source(plan, copy) or self._engine.book.ticket(name)
         if ticket.approximate_from is None:
             with self.scratch(rows.end) as table:
                 self.compute(table, ticket.token_ids[: rows.end + 1], [Rows(0, rows.end)])
                 wanted = self.read(table, rows)
             found = self.read(plan.tables[copy.source], rows)
             self._compare(found, wanted, f"source of {copy} of {plan.members[0].request_id}")
+
+    def _source(self, plan: ReusePlan, copy: Copy) -> Any:
+        """The ticket of a copy's source if that is a finished request: a donor, a kept leader."""
+        book, name = self._engine.book, plan.tables[copy.source].request_id
+        donor = book._donors._donors.get(name)
+        if donor is not None and copy.source_start + copy.length <= donor.ticket.end:
+            return donor.ticket
+        return book.ticket(name) if name in book._kept else None
 
     def _check_computed(self, plan: ReusePlan, member: Member, exact: int) -> None:
         """Computed rows after that are what the rows before them, copies and all, lead to."""

@@ -2,79 +2,12 @@
 
 from __future__ import annotations
 
-from random import Random
+from book_world import KEYS, World, shared_rows, text
 
-from tokendance.config import Config
 from tokendance.plan.discover import Discovery, cut
-from tokendance.plan.kept import Held
 from tokendance.plan.match import Tokens
-from tokendance.plan.reuse_plan import ReusePlan
-from tokendance.plan.roundbook import RoundBook, Verdict
-from tokendance.plan.rounds import Budget
 from tokendance.plan.ticket import Ticket
-from tokendance.prompt.segments import SegmentKeys
 from tokendance.types import AgentId, RequestId
-
-KEYS = SegmentKeys("model")
-BUDGET = Budget(rows=10_000, pages=1_000, page_size=16, requests=100)
-PAGE = 16
-
-
-def text(seed: int, length: int) -> list[int]:
-    random = Random(seed)
-    return [random.randrange(50_000) for _ in range(length)]
-
-
-class World:
-    """A book and an engine that admits whatever may start and computes it in one step."""
-
-    def __init__(self, **options: object) -> None:
-        self.book = RoundBook(Config(min_shared_tokens=32, **options))  # type: ignore[arg-type]
-        self.pages: dict[str, tuple[int, ...]] = {}
-        self.standing: dict[str, bool] = {}
-        self._next = 0
-
-    def send(self, name: str, tokens: list[int], salt: str = "", round_id: str = "") -> Ticket:
-        done: list[int] = []
-        ticket = Ticket(
-            RequestId(name),
-            AgentId(name),
-            tokens,
-            KEYS.spans(tokens, [len(tokens)]),
-            0.0,
-            lambda: sum(done),
-        )
-        self.book.discover(ticket, salt=salt, key=KEYS.key)
-        if round_id:
-            self.book.join_announced(
-                ticket, session="s", round_id=round_id, size=1, salt=salt, now=0.0
-            )
-        else:
-            self.book.join_by_content(ticket, salt=salt, marked=False, now=0.0)
-        verdict = self.book.verdict(ticket.request_id, 0, BUDGET, 0.0)
-        assert verdict is not Verdict.WAIT
-        count = -(-len(tokens) // PAGE)
-        self.pages[name] = tuple(range(self._next, self._next + count))
-        self._next += count
-        self.book.admitted(ticket.request_id, self.pages[name], verdict is Verdict.COLLECTIVE)
-        self.plans = self.book.end_step(lambda request_id: self.pages[request_id])
-        done.append(len(tokens))
-        return ticket
-
-    def finish(self, name: str) -> None:
-        pages = self.pages.pop(name)
-        self.standing[name] = True
-        held = Held((len(pages) - 1) * PAGE, pages[:-1], lambda: self.standing[name])
-        self.book.retire(RequestId(name), held)
-
-    @property
-    def plan(self) -> ReusePlan | None:
-        return self.plans[0] if self.plans else None
-
-
-def shared_rows(plan: ReusePlan | None) -> int:
-    return sum(c.length for m in plan.members for c in m.copies) if plan else 0
-
 
 SHARED = text(1, 100)
 
@@ -198,4 +131,4 @@ def test_strangers_are_not_discovered() -> None:
     assert discovery.find("", tickets[1], Tokens(two), 32) is None
     discovery.remove(RequestId("a"))
     discovery.remove(RequestId("a"))
-    assert len(discovery) == 0 and not discovery._holders
+    assert len(discovery) == 0 and not discovery._holders._holders

@@ -186,7 +186,7 @@ def test_pages_are_asked_of_sources_only() -> None:
         return PageTable(ticket.request_id, ticket.blocks)
 
     admitted = tickets_of([Prompt((C, A, END_2))], "a")
-    plan = plan_round(ROUND, admitted, resident, pages)
+    plan = plan_round(ROUND, admitted, resident, pages=pages)
     assert asked == ["r0"] and plan.leader is None
     assert plan.members[0].copies == (Copy(1, 7, 9, 9),)
     assert plan.tables[1].blocks == resident[0].blocks

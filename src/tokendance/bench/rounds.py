@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tokendance.bench.render import Piece, Prompt, Renderer, Tokenizer
 from tokendance.bench.trace import Kind, Trace, TraceError
+from tokendance.config import Config
 from tokendance.plan.planner import plan_round
 from tokendance.plan.reuse_plan import ReusePlan, check_plan
 from tokendance.plan.ticket import Ticket, common_prefix
@@ -57,12 +58,15 @@ def whole_pages(ids: Sequence[int], earlier: Sequence[int]) -> int:
 
 
 def leader_plan(
-    case: LastRound, pages: Sequence[tuple[int, ...]], keys: SegmentKeys | None = None
+    case: LastRound,
+    pages: Sequence[tuple[int, ...]],
+    keys: SegmentKeys | None = None,
+    fresh_tail: int = Config().fresh_tail,
 ) -> ReusePlan:
     """The region of the first agent serves all the others."""
     tickets = _tickets(case, pages, keys or SegmentKeys("reference"))
     tickets[0].approximate_from = None
-    return _checked(plan_round(RoundId(case.name), tickets, []))
+    return _checked(plan_round(RoundId(case.name), tickets, [], fresh_tail=fresh_tail))
 
 
 def donor_plan(
@@ -77,7 +81,7 @@ def donor_plan(
         ticket(f"donor{i}", prompt, blocks, keys, kinds=("shared",))
         for i, (prompt, blocks) in enumerate(zip(case.donors, donor_pages))
     ]
-    return _checked(plan_round(RoundId(case.name), _tickets(case, pages, keys), donors))
+    return _checked(plan_round(RoundId(case.name), _tickets(case, pages, keys), (), donors=donors))
 
 
 def ticket(

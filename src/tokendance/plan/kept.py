@@ -8,7 +8,7 @@ after another, as if it were still running. The same holds while the store has i
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from tokendance.plan.rounds import Round
@@ -17,13 +17,15 @@ from tokendance.types import RequestId
 
 
 class Held(NamedTuple):
-    """Rows [0, rows) of a finished request stand in `blocks` for as long as `stand()` says so, and
-    the first `stored()` of them stand in the store."""
+    """Rows [0, rows) of a finished request stand in `blocks` for as long as `stand()` says so.
+
+    stored(exact): its first rows that stand in the store, exact or not, or the exact ones of them.
+    """
 
     rows: int
     blocks: tuple[int, ...]
     stand: Callable[[], bool]
-    stored: Callable[[], int] = lambda: 0
+    stored: Callable[[bool], int] = lambda exact: 0
 
 
 class KeptLeaders:
@@ -31,7 +33,7 @@ class KeptLeaders:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._kept: OrderedDict[RequestId, tuple[Round, Ticket, Held]] = OrderedDict()
+        self._kept: OrderedDict[RequestId, tuple[Round, Ticket]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -43,13 +45,8 @@ class KeptLeaders:
         kept = self._kept.get(request_id)
         return kept[0] if kept is not None else None
 
-    def stands(self, request_id: RequestId) -> bool:
-        """Whether all rows of a kept leader stand in its pages, untouched."""
-        _, ticket, held = self._kept[request_id]
-        return ticket.end <= held.rows and held.stand()
-
-    def add(self, round_: Round, ticket: Ticket, held: Held) -> None:
-        self._kept[ticket.request_id] = round_, ticket, held
+    def add(self, round_: Round, ticket: Ticket) -> None:
+        self._kept[ticket.request_id] = round_, ticket
 
     def remove(self, request_id: RequestId) -> None:
         self._kept.pop(request_id, None)
@@ -57,33 +54,47 @@ class KeptLeaders:
     def overdue(self) -> Iterator[tuple[Round, Ticket]]:
         """Takes out those beyond the limit and, from the oldest on, those whose rows are gone."""
         while self._kept:
-            round_, ticket, _ = next(iter(self._kept.values()))
+            round_, ticket = next(iter(self._kept.values()))
             if len(self._kept) <= self._limit and ticket.computed():
                 return
             self._kept.popitem(last=False)
             yield round_, ticket
 
 
-def kept_ticket(ticket: Ticket, held: Held) -> Ticket | None:
-    """A finished request as a source: what of it stands; None if that is less than two rows."""
-    end = min(ticket.end, max(held.rows, held.stored()))
+def kept_leader(ticket: Ticket, held: Held) -> Ticket | None:
+    """The prompt of a finished leader as a source; None if less than two rows of it stand."""
+    kept = standing(ticket, ticket.token_ids, held, exact=True)
+    if kept is not None:
+        kept.recut(tuple(span for span in ticket.spans if span.end <= kept.end))
+        kept.inherit(ticket)
+    return kept
+
+
+def standing(ticket: Ticket, token_ids: Sequence[int], held: Held, *, exact: bool) -> Ticket | None:
+    """What stands of a finished request now, as a source without segments; None if that is less
+    than two rows.
+
+    token_ids: array("q") of its prompt, or of all its tokens. exact: of what is stored, only exact
+    rows count.
+    """
+    end = min(len(token_ids) - 1, max(held.rows if held.stand() else 0, held.stored(exact)))
     if end < 1:
         return None
 
     def stand() -> bool:
         return end <= held.rows and held.stand()
 
-    kept = Ticket(
+    return Ticket(
         request_id=ticket.request_id,
         agent=ticket.agent,
-        token_ids=ticket.token_ids[: end + 1],
-        spans=tuple(span for span in ticket.spans if span.end <= end),
+        token_ids=token_ids[: end + 1],
+        spans=(),
         arrived=ticket.arrived,
-        computed=lambda: end if stand() or held.stored() >= end else 0,
+        computed=lambda: end if stand() or held.stored(exact) >= end else 0,
         backend=ticket.backend,
         state=State.ORDINARY,
         blocks=held.blocks,
+        approximate_from=ticket.approximate_from,
         admitted=ticket.admitted,
+        stand=stand,
     )
-    kept.inherit(ticket)
-    return kept

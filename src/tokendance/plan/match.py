@@ -7,12 +7,15 @@ another way, the differing tokens are simply not part of the match.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from tokendance.types import RequestId
 
 WINDOW = 16
 """Tokens that have to agree before anything is a match."""
@@ -69,6 +72,31 @@ class Tokens:
             return np.full(len(hashes), -1, dtype=np.int64)
         place = np.minimum(np.searchsorted(keys, hashes), len(keys) - 1)
         return np.where(keys[place] == hashes, order[place], -1)
+
+
+class Holders:
+    """Which prompts hold a window, by its hash, per tenant."""
+
+    def __init__(self) -> None:
+        self._holders: dict[tuple[str, int], set[RequestId]] = {}
+
+    def add(self, salt: str, marks: Iterable[int], request_id: RequestId) -> None:
+        for mark in marks:
+            self._holders.setdefault((salt, mark), set()).add(request_id)
+
+    def remove(self, salt: str, marks: Iterable[int], request_id: RequestId) -> None:
+        """Undo `add`."""
+        for mark in marks:
+            holders = self._holders[salt, mark]
+            holders.discard(request_id)
+            if not holders:
+                del self._holders[salt, mark]
+
+    def votes(self, salt: str, marks: Iterable[int]) -> Counter[RequestId]:
+        """How many of these windows each prompt holds."""
+        return Counter(
+            request_id for mark in marks for request_id in self._holders.get((salt, mark), ())
+        )
 
 
 def common_runs(target: Tokens, source: Tokens, minimum: int, start: int = 0) -> list[Match]:

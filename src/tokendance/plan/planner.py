@@ -26,6 +26,8 @@ def plan_round(
     round_id: RoundId,
     admitted: Sequence[Ticket],
     resident: Sequence[Ticket],
+    *,
+    donors: Sequence[Ticket] = (),
     pages: Callable[[Ticket], PageTable] = lambda ticket: PageTable(
         ticket.request_id, ticket.blocks
     ),
@@ -34,11 +36,13 @@ def plan_round(
     """Decide the source of every row.
 
     admitted: members of this step, leader first. resident: members of earlier steps whose rows are
-    all computed, leader first; as sources they come before the admitted ones. pages(ticket): where
-    the rows of a resident request stand now; asked for sources only. fresh_tail: last rows of each
+    all computed, leader first; as sources they come before the admitted ones. donors: finished
+    requests in whose contexts text was written or first read; they come before all others.
+    pages(ticket): where the rows of a resident request or a donor stand now; asked for sources
+    only. fresh_tail: last rows of each
     prompt that nothing inexact is copied to. Mutates nothing.
     """
-    offers = _Offers(admitted, resident)
+    offers = _Offers(admitted, (*donors, *resident))
     tables = _Tables(admitted, pages)
     members = []
     for index, ticket in enumerate(admitted):
@@ -61,7 +65,7 @@ def plan_round(
         )
         # What comes back exactly is what computing would give, so others may take it from here.
         offers.add(ticket, [*(p for p in history if not p.exact), *pieces])
-    leader = 0 if admitted and not resident else None
+    leader = 0 if admitted and not (resident or donors) else None
     return ReusePlan(round_id, tuple(members), tuple(tables.items), leader)
 
 

@@ -12,21 +12,22 @@ round in a step. Everything is decided on the scheduler side, in plain Python; t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import Enum
 from heapq import nlargest
 from itertools import islice
 
 from tokendance.config import Config
 from tokendance.plan.discover import Discovery, Key, cut
+from tokendance.plan.donors import Donors, attribute
 from tokendance.plan.index import SegmentIndex
-from tokendance.plan.kept import Held, KeptLeaders, kept_ticket
+from tokendance.plan.kept import Held, KeptLeaders, kept_leader
 from tokendance.plan.match import Tokens
 from tokendance.plan.planner import claim_prefixes, plan_round
 from tokendance.plan.reuse_plan import PageTable, ReusePlan
 from tokendance.plan.rounds import Budget as Budget
 from tokendance.plan.rounds import Memory, Round, Wave, elect, leads_still, needed, resident
-from tokendance.plan.ticket import State, Ticket, order_distance, shared_with
+from tokendance.plan.ticket import State, Ticket, given_to, order_distance, shared_with
 from tokendance.types import AgentId, RequestId, RoundId, Span
 
 LEADER_PATIENCE_S = 60.0
@@ -55,6 +56,7 @@ class RoundBook:
         self._ended: Memory[set[AgentId]] = Memory()
         self._kept = KeptLeaders(config.keep_leaders)
         self._discovery = Discovery()
+        self._donors = Donors(config.keep_donors)
         self._step = 0
         self._page_size = 1
         self._admitted: list[tuple[Round, Ticket]] = []
@@ -136,20 +138,30 @@ class RoundBook:
             self._recut(other, cut(other, [(r.source_start, r.length) for r in runs], key))
         self._discovery.add(salt, ticket, tokens)
 
+    def attribute(self, ticket: Ticket, *, salt: str, key: Key) -> None:
+        """Find who has written what a prompt quotes (M5). To be called before the request joins."""
+        if len(self._donors):
+            found = self._donors.quoted(salt, ticket, Tokens(ticket.token_ids))
+            if found:
+                attribute(ticket, found, key)
+
     def leave(self, request_id: RequestId) -> None:
         """Forget a finished or aborted request; its pages are no source any more. Idempotent."""
         round_ = self._of.pop(request_id, None)
         if round_ is not None:
             self._forget(round_, round_.tickets[request_id])
 
-    def retire(self, request_id: RequestId, held: Held) -> None:
-        """A request has finished; if it led its round, what is held of it stays a source."""
+    def retire(self, request_id: RequestId, held: Held, token_ids: Sequence[int]) -> None:
+        """A request has finished. If it led its round, what is held of it stays a source, and for
+        backends with donors in any case. token_ids: array("q") of all its tokens."""
         round_ = self._of.get(request_id)
         if round_ is None:
             return
         ticket = round_.tickets[request_id]
+        if ticket.takes_donors:
+            self._donors.add(round_.salt, ticket, token_ids, held)
         led = round_.leader is ticket and ticket.approximate_from is None
-        kept = kept_ticket(ticket, held) if led and self._config.keep_leaders else None
+        kept = kept_leader(ticket, held) if led and self._config.keep_leaders else None
         if kept is None:
             return self.leave(request_id)
         del self._of[request_id]
@@ -158,7 +170,7 @@ class RoundBook:
             self._index.add(round_.salt, round_, kept)
         self._discovery.replace(kept)
         round_.succeed(kept)
-        self._kept.add(round_, kept, held)
+        self._kept.add(round_, kept)
         for old_round, old in list(self._kept.overdue()):
             self._forget(old_round, old)
 
@@ -269,11 +281,14 @@ class RoundBook:
         leader = self._lead(round_)
         self._split(round_, leader)
         wave, ordinary = Wave(budget), set()
-        ready = resident(leader, self._step)
+        ready, follows = resident(leader, self._step), False
         followers = 0
         if leader.state is State.WAITING:
-            leader.approximate_from = None
-            rows = leader.end - leader.held(approximate=False)
+            given = given_to(leader)
+            follows = given.rows >= self._minimum  # not another member, but donors
+            leader.approximate_from = given.start if follows else None
+            stored = leader.held(approximate=follows)
+            rows = leader.end - max(stored, leader.cached + follows * given.rows)
             wave.add(leader, rows)
             # More than one pass takes: the engine computes it, in chunks, and the others wait.
             ready = leader.cached < leader.end and rows <= budget.rows
@@ -289,7 +304,7 @@ class RoundBook:
                 ticket.approximate_from = round_.share(ticket).start
                 followers += 1
         if leader.state is State.WAITING:
-            leader.reason = "" if followers else "leads"
+            leader.reason = "" if followers or (ready and follows) else "leads"
         if followers and round_.family is not None:
             self._leaders.put(round_.family, leader.agent)
         return {t.request_id for t in wave.tickets} | ordinary
@@ -378,13 +393,21 @@ class RoundBook:
         sources.sort(key=lambda t: t is not round_.leader)
 
         def table(ticket: Ticket) -> PageTable:
-            if ticket.request_id not in self._kept:
+            if ticket.stand is None:
                 return PageTable(ticket.request_id, pages(ticket.request_id))
-            stands = self._kept.stands(ticket.request_id)
+            stands = ticket.stand()
             return PageTable(ticket.request_id, ticket.blocks if stands else (), not stands)
 
-        tail = self._config.fresh_tail
-        plan = plan_round(round_.round_id, tickets, sources, table, tail)
+        found = dict.fromkeys(self._donors.standing(d) for t in tickets for d in t.donors)
+        donors = [donor for donor in found if donor is not None]
+        plan = plan_round(
+            round_.round_id,
+            tickets,
+            sources,
+            donors=donors,
+            pages=table,
+            fresh_tail=self._config.fresh_tail,
+        )
         for ticket, member in zip(tickets, plan.members):
             inexact = [copy.start for copy in member.copies if not copy.exact]
             taken = tuple(c.rows for c in member.copies if not (c.stored and c.exact))

@@ -55,10 +55,9 @@ class StoredIndex:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def exact_rows(self, request_id: RequestId) -> int:
-        """Leading exact rows of a finished request that are stored."""
-        entry = self._entries.get(request_id)
-        return entry.exact_rows if entry is not None else 0
+    def get(self, request_id: RequestId) -> StoredEntry | None:
+        """What is stored of a finished request."""
+        return self._entries.get(request_id)
 
     def add(self, entry: StoredEntry) -> None:
         """An entry has been stored; it takes the place of its owner's last one."""

@@ -44,6 +44,9 @@ class Ticket:
     polled: the turn of its round in which the engine last asked for it, or in which it joined.
     admitted: the step of its admission.
     held_until: when it stops waiting for a leader that is on its way.
+    takes_donors: its backend takes text from where it was written or first read.
+    donors: finished requests that hold such text of its prompt, first the one that wrote it.
+    stand: of a finished request, whether `blocks` still hold its rows; else the store does.
     """
 
     request_id: RequestId
@@ -63,6 +66,9 @@ class Ticket:
     polled: int = 0
     admitted: int = 0
     held_until: float | None = None
+    takes_donors: bool = False
+    donors: tuple[Ticket, ...] = ()
+    stand: Callable[[], bool] | None = None
     _first: dict[SegmentKey, Span] = field(default_factory=dict, repr=False)
     _coarse: dict[SegmentKey, Span] = field(default_factory=dict, repr=False)
     _own: Mapping[SegmentKey, Span] | None = field(default=None, repr=False)
@@ -114,7 +120,16 @@ class Ticket:
     def inherit(self, ticket: Ticket) -> None:
         """The coarser segments of another ticket for the same prompt, as far as it goes."""
         spans = (*ticket._coarse.values(), *ticket._first.values())
-        self._coarse.update((span.key, span) for span in spans if span.end <= self.end)
+        self.offer(span for span in spans if span.end <= self.end)
+
+    def offer(self, spans: Iterable[Span]) -> None:
+        """More segments that can be taken from it; of one that is cut off at its end, the rest."""
+        self._coarse.update((span.key, span) for span in spans)
+        self._own = None
+
+    def offered(self) -> Iterable[Span]:
+        """What `offer` has added."""
+        return self._coarse.values()
 
     def settle(self, copied: tuple[Rows, ...], approximate_from: int | None) -> None:
         """Remember what a plan has made of this request."""
@@ -167,7 +182,19 @@ def shared_with(ticket: Ticket, source: Ticket) -> Share:
     Their common prefix is left out since the engine's own cache serves it, exactly.
     """
     begin = max(common_prefix(ticket.token_ids, source.token_ids), ticket.cached)
-    held, limit = source.segment_keys(), ticket.end
+    return _share(ticket, source.segment_keys(), begin)
+
+
+def given_to(ticket: Ticket) -> Share:
+    """Rows of `ticket` that its donors hold."""
+    return _share(ticket, frozenset(), ticket.cached)
+
+
+def _share(ticket: Ticket, held: Set[SegmentKey], begin: int) -> Share:
+    """Rows from `begin` on of the segments in `held`, and of those that its donors hold."""
+    for donor in ticket.donors:
+        held = held | donor.segment_keys()
+    limit = ticket.end
     first, rows = limit, 0
     for start, end, key in ticket.spans:
         if key in held and begin < end and start < limit:

@@ -86,6 +86,7 @@ class Archive:
         self._restorer = Restorer(layers.planes or layers.kv, layers.rotary, device=layers.device)
         self._known: OrderedDict[RequestId, _Known] = OrderedDict()
         self._pinned: set[SessionId] = set()  # also before they have anything
+        self._held = ExitStack()
         stats.measure_copy(layers.device)
 
     def save(self, families: Sequence[SaveFamily], stats: TokenDanceStats) -> dict[RequestId, bool]:
@@ -102,6 +103,13 @@ class Archive:
             stats.observe_save(time.perf_counter() - started, self._store.stats())
         names = [save.request_id for family in families for save in family.saves]
         return dict(zip(names, self._agreed([kept.get(name, False) for name in names])))
+
+    def hold(self, plans: Sequence[ReusePlan]) -> None:
+        """Before a save: keep what plans of the same step take, until they have it. What is stored
+        may take its place: the next answer of an agent that of its last one."""
+        for name in _stored_sources(plans):
+            if name in self._known:
+                self._held.enter_context(self._store.lease(self._known[name].key))
 
     def _save(self, family: SaveFamily, stats: TokenDanceStats) -> dict[RequestId, bool]:
         caches = {save.request_id: self._cache(save) for save in family.saves}
@@ -158,10 +166,10 @@ class Archive:
 
     def bring_back(self, plans: Sequence[ReusePlan], stats: TokenDanceStats) -> BroughtBack:
         """Put the stored rows of plans (in kernel pages) where they belong."""
-        names = sorted({t.request_id for plan in plans for t in plan.tables if t.stored})
+        names = _stored_sources(plans)
         if not names:
             return BroughtBack(list(plans), {}, set())
-        with ExitStack() as leases:
+        with self._held.pop_all() as leases:
             entries = self._lease(names, leases)
             have = self._agreed([_serves(e, n, plans) for n, e in zip(names, entries)])
             held = {n: e for n, e, every in zip(names, entries, have) if every and e is not None}
@@ -247,6 +255,10 @@ class Archive:
 def _session(name: str, salt: str) -> SessionId:
     """Two tenants may use one name, and neither must push out the other's entries."""
     return SessionId(f"{tenant_of(salt.encode())}/{name}")
+
+
+def _stored_sources(plans: Sequence[ReusePlan]) -> list[RequestId]:
+    return sorted({t.request_id for plan in plans for t in plan.tables if t.stored})
 
 
 def _lower(config: Config, who: Identity) -> TierQueue | None:

@@ -75,6 +75,7 @@ class TokenDanceConnector(KVConnectorBase_V1):
             pass_rows=self._pass_rows,
             max_requests=self._vllm_config.scheduler_config.max_num_seqs,
             identity=model_identity(self._vllm_config),
+            takes_donors=lambda name: (create(name) if name else self._backend).donors,
         )
 
     def _gate_objection(self) -> str:

@@ -52,11 +52,11 @@ class Keeping:
         self._orders: list[SessionOrder] = []
         self._releases: dict[str, SessionOrder] = {}  # by the request after which they happen
 
-    def exact_rows(self, request_id: RequestId) -> int:
-        """Leading exact rows of a finished request that the workers have, or will have before they
-        need them: they store what is on its way to them first."""
-        entry = self._sent.get(request_id)
-        return self.index.exact_rows(request_id) if entry is None else entry.exact_rows
+    def rows(self, request_id: RequestId, exact: bool) -> int:
+        """Leading rows of a finished request that the workers have, or will have before they need
+        them: they store what is on its way to them first. exact: only exact ones."""
+        entry = self._sent.get(request_id) or self.index.get(request_id)
+        return 0 if entry is None else entry.exact_rows if exact else len(entry.token_ids)
 
     # -- sessions ------------------------------------------------------------------------------
 

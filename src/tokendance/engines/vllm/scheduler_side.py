@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,10 +58,21 @@ class Outcome:
 
 
 class SchedulerSide:
-    """One per engine. `disabled`: why reuse is off for this model, "" if it is on."""
+    """One per engine. `disabled`: why reuse is off for this model, "" if it is on.
+
+    takes_donors(backend): whether a backend, "" for the server's, takes text from where it was
+    written.
+    """
 
     def __init__(
-        self, config: Config, *, block_size: int, pass_rows: int, max_requests: int, identity: str
+        self,
+        config: Config,
+        *,
+        block_size: int,
+        pass_rows: int,
+        max_requests: int,
+        identity: str,
+        takes_donors: Callable[[str], bool],
     ) -> None:
         self.disabled = ""
         self._config = config
@@ -69,6 +80,7 @@ class SchedulerSide:
         self._pass_rows = pass_rows
         self._max_requests = max_requests
         self._identity = identity
+        self._takes_donors = takes_donors
         self._book = RoundBook(config)
         self._manager: Any = None
         self._claimed: set[str] = set()  # collective verdicts of this step
@@ -114,11 +126,14 @@ class SchedulerSide:
             arrived=now,
             computed=lambda: int(request.num_computed_tokens),
             backend=str(hints.get("backend") or ""),
+            takes_donors=self._takes_donors(str(hints.get("backend") or "")),
         )
         # Members of one group share a check layer, so another backend makes another group.
         salt = f"{salt}/{ticket.backend}"
         if self._config.discover and not hints.get("marked"):
             self._book.discover(ticket, salt=salt, key=keys.key)
+        if ticket.takes_donors:
+            self._book.attribute(ticket, salt=salt, key=keys.key)
         if hints.get("round") is not None:
             self._book.join_announced(
                 ticket,
@@ -276,8 +291,8 @@ class SchedulerSide:
         held = Held(full * self._block_size, blocks, stand)
         if self._keeping is not None:
             keeping = self._keeping
-            held = held._replace(stored=lambda: keeping.exact_rows(request_id))
-        self._book.retire(request_id, held)
+            held = held._replace(stored=lambda exact: keeping.rows(request_id, exact))
+        self._book.retire(request_id, held, array("q", request.all_token_ids))
 
     def _sound(self, plan: ReusePlan) -> ReusePlan:
         """The plan, or one that reuses nothing if it breaks its contract."""

@@ -50,6 +50,7 @@ class WorkerSide:
     def step(self, work: Plans) -> None:
         """Everything a step asks for. Never raises."""
         if self.archive is not None and work.saves:
+            self.archive.hold(work.plans)
             self._report.saved.update(self.archive.save(work.saves, self._stats))
         if self.archive is not None and work.sessions:
             self.archive.settle(work.sessions)
