@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from book_world import PAGE, World, shared_rows, text
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from tokendance.plan.reuse_plan import Copy
+from tokendance.plan.reuse_plan import Copy, check_plan
 from tokendance.types import RequestId
 
 ANSWER, OTHER = text(1, 40), text(2, 50)
@@ -172,3 +174,32 @@ def test_a_store_that_forgets_after_the_arrival_leaves_the_pages() -> None:
     world.send("c", [*history(3), *ANSWER, *text(4, 9)], donors=True)
     full = (len(prompt) + len(ANSWER)) // PAGE * PAGE
     assert shared_rows(world.plan) == full - len(prompt)
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), min_size=2, max_size=6))
+@settings(max_examples=150, deadline=None)
+@example([[0, 1], [1, 2, 0], [2, 2, 1, 0], [0]])
+def test_whatever_is_quoted_has_one_source_that_computed_it(prompts: list[list[int]]) -> None:
+    """Prompts and answers are made of six texts; contexts are as the plans have made them."""
+    texts = [text(1000 + i, n) for i, n in enumerate((3, 15, 16, 17, 40, 75))]
+    world = World()
+    computed: dict[str, list[bool]] = {}
+    for index, parts in enumerate(prompts):
+        name = f"r{index}"
+        tokens = [*history(index), *(token for part in parts for token in texts[part]), index]
+        world.send(name, tokens, donors=True)
+        own = [True] * len(tokens)
+        if world.plan is not None:
+            check_plan(world.plan, PAGE)
+            (member,) = world.plan.members
+            rows = world.book.ticket(RequestId(name)).token_ids
+            for copy in member.copies:
+                source = world.plan.tables[copy.source].request_id
+                theirs = world.book._donors._donors[source].ticket
+                there = slice(copy.source_start, copy.source_start + copy.length)
+                assert theirs.token_ids[there] == rows[copy.start : copy.end]
+                assert copy.exact or all(computed[source][there])
+                own[copy.start : copy.end] = [False] * copy.length
+        answer = texts[parts[0]] + text(2000 + index, PAGE)
+        world.finish(name, answer)
+        computed[name] = own + [True] * len(answer)
