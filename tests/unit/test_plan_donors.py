@@ -176,16 +176,25 @@ def test_a_store_that_forgets_after_the_arrival_leaves_the_pages() -> None:
     assert shared_rows(world.plan) == full - len(prompt)
 
 
-@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), min_size=2, max_size=6))
+@given(
+    st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), min_size=2, max_size=6),
+    st.dictionaries(st.integers(0, 5), st.integers(0, 5)),
+)
 @settings(max_examples=150, deadline=None)
-@example([[0, 1], [1, 2, 0], [2, 2, 1, 0], [0]])
-def test_whatever_is_quoted_has_one_source_that_computed_it(prompts: list[list[int]]) -> None:
-    """Prompts and answers are made of six texts; contexts are as the plans have made them."""
+@example([[4], [4, 5], [4, 5]], {0: 2})
+def test_whatever_is_quoted_has_one_source_that_computed_it(
+    prompts: list[list[int]], lost: dict[int, int]
+) -> None:
+    """Prompts and answers are made of six texts; contexts are as the plans have made them.
+
+    lost: whose pages are given away before which prompt.
+    """
     texts = [text(1000 + i, n) for i, n in enumerate((3, 15, 16, 17, 40, 75))]
     world = World()
     computed: dict[str, list[bool]] = {}
     for index, parts in enumerate(prompts):
         name = f"r{index}"
+        world.standing.update({f"r{i}": False for i, when in lost.items() if when == index})
         tokens = [*history(index), *(token for part in parts for token in texts[part]), index]
         world.send(name, tokens, donors=True)
         own = [True] * len(tokens)
