@@ -17,6 +17,7 @@ class CacheBlend(Recovery):
 
     of: "k" or "v", what is compared. block: rows are chosen in blocks of so many, counted from the
     start of each copied piece; 1 chooses single tokens, 32 keeps stored differences sparse (M12).
+    donors: take text from where it was written, as CacheBlend does; or else from the leader.
     """
 
     ratio: float = 0.15

@@ -15,7 +15,7 @@ class LegoLink(Recovery):
     """Computes the first `tokens` rows of every copied piece, in every layer.
 
     A piece is a stretch of rows from one source at one distance: a segment, or several that
-    stand together at the source too and so already know one another.
+    stand together at the source too and so already know one another. donors: as of CacheBlend.
     """
 
     tokens: int = 16
