@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokendance.bench.commands.common import (
-    RESULTS,
+    add_usual,
     need_model,
     say,
     shown_command,
@@ -22,7 +22,6 @@ from tokendance.bench.commands.common import (
     write_result,
 )
 from tokendance.bench.partial import close_partial, open_partial
-from tokendance.cli.model import DEFAULT_FOLDER
 
 if TYPE_CHECKING:
     from tokendance.bench.backends import Case
@@ -43,10 +42,10 @@ COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_usual(parser, "model", "threads", out="backends.json")
     add = parser.add_argument
     add("--trace", type=Path, nargs="+", default=None, help=f"default: {', '.join(TRACES)}")
     add("--seeds", type=int, default=5, help="towns to make; default: %(default)s")
-    add("--model", type=Path, default=DEFAULT_FOLDER, help="model folder; default: %(default)s")
     add("--agents", type=int, default=5, help="agents a round, leader included; default: 5")
     add(
         *("--speed-agents", "-n"),
@@ -55,10 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[8, 16],
         help="sizes at which the first town is run with region and cacheblend; default: 8 16",
     )
-    add("--threads", type=int, default=1, help="default: %(default)s")
     add("--resume", action="store_true", help="go on with an interrupted run")
     add("--quick", action="store_true", help="one town, three agents, three backends")
-    add("--out", type=Path, default=RESULTS / "backends.json", help="default: %(default)s")
 
 
 def run(args: argparse.Namespace) -> int:

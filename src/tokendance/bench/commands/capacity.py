@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokendance.bench.commands.common import (
-    RESULTS,
     BenchError,
     add_clock,
+    add_usual,
     need_model,
     say,
     shown_command,
     traces,
     write_result,
 )
-from tokendance.cli.model import DEFAULT_FOLDER
 
 if TYPE_CHECKING:
     from tokendance.bench.capacity import Cell, Study
@@ -36,8 +35,8 @@ QUICK = {"agents": [2, 4], "qps": [0.0], "repeat": 1, "output_tokens": 24, "priv
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_usual(parser, "model", "repeat", "threads", "seed", out="capacity.json")
     add = parser.add_argument
-    add("--model", type=Path, default=DEFAULT_FOLDER, help="model folder; default: %(default)s")
     add("--trace", type=Path, default=None, help="default: a synthetic session")
     add("--agents", "-n", type=int, nargs="+", default=[2, 4, 8, 12], help="default: 2 4 8 12")
     add(
@@ -52,16 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--private", type=int, default=96, help="an agent's own tokens; default: %(default)s")
     add("--output-tokens", type=int, default=32, help="of an answer; default: %(default)s")
     add("--rounds", type=int, default=2, help="the first is not counted; default: %(default)s")
-    add("--repeat", type=int, default=3, help="default: %(default)s")
-    add("--threads", type=int, default=1, help="default: %(default)s")
     add_clock(parser)
-    add("--seed", type=int, default=0, help="default: %(default)s")
     add("--engines", nargs="+", default=None, help="default: all, see below", metavar="ENGINE")
     add("--max-batched-tokens", type=int, default=2048, help="of an engine step; default: 2048")
     add("--offload-gib", type=float, default=1.0, help="host memory of `offload`; default: 1")
     add("--resume", action="store_true", help="go on with an interrupted run")
     add("--quick", action="store_true", help="two small numbers of agents, once")
-    add("--out", type=Path, default=RESULTS / "capacity.json", help="default: %(default)s")
     parser.epilog = "engines: prefix, reordered, offload, cacheblend-serial, cacheblend, tokendance"
 
 

@@ -7,19 +7,18 @@ flat. Fails if an entry was wrong.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from tokendance.bench.commands.common import RESULTS, shown_command, write_result
+from tokendance.bench.commands.common import add_usual, shown_command, write_result
 
 TEXT = "ten thousand rounds through a store that is far too small: nothing grows, nothing is wrong"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_usual(parser, out="churn.json")
     add = parser.add_argument
     add("--rounds", type=int, default=10_000, help="default: %(default)s")
     add("--budget", type=int, default=400_000, help="bytes of host memory; default: %(default)s")
     add("--quick", action="store_true", help="200 rounds")
-    add("--out", type=Path, default=RESULTS / "churn.json", help="default: %(default)s")
 
 
 def run(args: argparse.Namespace) -> int:

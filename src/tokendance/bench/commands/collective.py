@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from tokendance.bench.commands.common import (
-    RESULTS,
     BenchError,
+    add_usual,
     need_model,
     say,
     shown_command,
@@ -22,7 +21,6 @@ from tokendance.bench.commands.common import (
     write_result,
 )
 from tokendance.bench.partial import append_line, close_partial, open_partial, read_lines
-from tokendance.cli.model import DEFAULT_FOLDER
 
 TEXT = "lock-step reuse against serial CacheBlend and plain prefill, by number of agents"
 AGENTS = (3, 5, 8, 10, 15, 20)
@@ -30,18 +28,14 @@ QUICK_AGENTS = (3, 8)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_usual(parser, "model", "repeat", "threads", "seed", out="collective.json")
     add = parser.add_argument
     add("--agents", type=int, nargs="+", default=None, help="default: 3 5 8 10 15 20")
-    add("--model", type=Path, default=DEFAULT_FOLDER, help="model folder; default: %(default)s")
-    add("--repeat", type=int, default=3, help="counted repetitions; default: %(default)s")
     add("--history", type=int, default=128, help="tokens in the cache; default: %(default)s")
     add("--blocks", type=int, default=8, help="shared texts; default: %(default)s")
     add("--block", type=int, default=48, help="tokens of each; default: %(default)s")
-    add("--threads", type=int, default=1, help="default: %(default)s")
-    add("--seed", type=int, default=0, help="default: %(default)s")
     add("--resume", action="store_true", help="go on with an interrupted run")
     add("--quick", action="store_true", help="3 and 8 agents, half the texts, one repetition")
-    add("--out", type=Path, default=RESULTS / "collective.json", help="default: %(default)s")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,11 +11,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokendance.cli.model import DEFAULT_FOLDER
+
 if TYPE_CHECKING:
     from tokendance.bench.prefill import Words
 
 RESULTS = Path("benchmarks/results")
 WORKLOADS = Path("benchmarks/workloads/small")
+
+
+USUAL: dict[str, Any] = {
+    "model": {
+        "type": Path,
+        "default": DEFAULT_FOLDER,
+        "help": "model folder; default: %(default)s",
+    },
+    "repeat": {"type": int, "default": 3, "help": "counted repetitions; default: %(default)s"},
+    "threads": {"type": int, "default": 1, "help": "of each engine; default: %(default)s"},
+    "seed": {"type": int, "default": 0, "help": "of the texts that are cut; default: %(default)s"},
+}
 
 
 class BenchError(RuntimeError):
@@ -40,6 +54,14 @@ def trace_words(model: Path, seed: int) -> Words:
     from tokendance.bench.render import HFTokenizer
 
     return words_of(traces(), HFTokenizer(model).encode, seed)
+
+
+def add_usual(parser: argparse.ArgumentParser, *names: str, out: str = "") -> None:
+    """Arguments that mean the same in every command; out: the file of its result."""
+    for name in names:
+        parser.add_argument(f"--{name}", **USUAL[name])
+    if out:
+        parser.add_argument("--out", type=Path, default=RESULTS / out, help="default: %(default)s")
 
 
 def add_clock(parser: argparse.ArgumentParser) -> None:

@@ -9,17 +9,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tokendance.bench.commands.common import need_model
-from tokendance.cli.model import DEFAULT_FOLDER
+from tokendance.bench.commands.common import add_usual, need_model
 
 TEXT = "a trace as a custom dataset of `vllm bench serve`"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_usual(parser, "model")
     add = parser.add_argument
     add("trace", type=Path, help="a trace file")
     add("--out", type=Path, required=True, help="the JSONL file to write")
-    add("--model", type=Path, default=DEFAULT_FOLDER, help="model folder; default: %(default)s")
     add(
         "--output-tokens",
         type=int,

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokendance.bench.commands.common import (
-    RESULTS,
     BenchError,
+    add_usual,
     need_model,
     say,
     shown_command,
@@ -26,7 +26,6 @@ from tokendance.bench.commands.common import (
     write_result,
 )
 from tokendance.bench.partial import append_line, close_partial, open_partial, read_lines
-from tokendance.cli.model import DEFAULT_FOLDER
 
 if TYPE_CHECKING:
     from tokendance.bench.cast import Cast
@@ -35,20 +34,18 @@ TEXT = "answers fed back for some rounds: exact, TokenDance, serial CacheBlend"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_usual(parser, "model", "threads", out="fidelity.json")
     add = parser.add_argument
     add("--seeds", type=int, default=3, help="towns to make; default: %(default)s")
     add("--trace", type=Path, nargs="+", default=[], help="settings to play besides the towns")
-    add("--model", type=Path, default=DEFAULT_FOLDER, help="model folder; default: %(default)s")
     add("--agents", type=int, default=4, help="default: %(default)s")
     add("--rounds", type=int, default=4, help="default: %(default)s")
     add("--tokens", type=int, default=32, help="of an answer, at most; default: %(default)s")
     add("--window", type=int, default=2, help="past rounds in a prompt; default: %(default)s")
     add("--texts", type=int, default=4, help="shared texts at the start; default: %(default)s")
     add("--needles", type=int, default=2, help="after the last round; default: %(default)s")
-    add("--threads", type=int, default=1, help="default: %(default)s")
     add("--resume", action="store_true", help="go on with an interrupted run")
     add("--quick", action="store_true", help="one town, 3 agents, 2 rounds, short answers")
-    add("--out", type=Path, default=RESULTS / "fidelity.json", help="default: %(default)s")
 
 
 def run(args: argparse.Namespace) -> int:

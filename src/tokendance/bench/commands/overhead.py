@@ -7,30 +7,24 @@ arrives.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from tokendance.bench.commands.common import (
-    RESULTS,
     add_clock,
+    add_usual,
     need_model,
     say,
     shown_command,
     trace_words,
     write_result,
 )
-from tokendance.cli.model import DEFAULT_FOLDER
 
 TEXT = "requests that share nothing, TokenDance over plain vLLM"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_usual(parser, "model", "repeat", "threads", "seed", out="overhead.json")
     add = parser.add_argument
-    add("--model", type=Path, default=DEFAULT_FOLDER, help="model folder; default: %(default)s")
-    add("--repeat", type=int, default=3, help="counted repetitions; default: %(default)s")
-    add("--threads", type=int, default=1, help="default: %(default)s")
     add_clock(parser)
-    add("--seed", type=int, default=0, help="default: %(default)s")
-    add("--out", type=Path, default=RESULTS / "overhead.json", help="default: %(default)s")
     add("--agents", type=int, default=8, help="requests at a time; default: %(default)s")
     add("--tokens", type=int, default=256, help="of each prompt; default: %(default)s")
     add(

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tokendance.bench.commands.common import (
-    RESULTS,
     BenchError,
+    add_usual,
     need_model,
     say,
     shown_command,
@@ -24,7 +24,6 @@ from tokendance.bench.commands.common import (
     workloads,
     write_result,
 )
-from tokendance.cli.model import DEFAULT_FOLDER
 
 TEXT = "one round, plain vLLM over TokenDance; with --paper of the paper's size"
 PAPER = (
@@ -36,12 +35,8 @@ PAPER = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_usual(parser, "model", "repeat", "threads", "seed", out="prefill.json")
     add = parser.add_argument
-    add("--model", type=Path, default=DEFAULT_FOLDER, help="model folder; default: %(default)s")
-    add("--repeat", type=int, default=3, help="counted repetitions; default: %(default)s")
-    add("--threads", type=int, default=1, help="default: %(default)s")
-    add("--seed", type=int, default=0, help="default: %(default)s")
-    add("--out", type=Path, default=RESULTS / "prefill.json", help="default: %(default)s")
     add("--agents", type=int, default=8, help="requests at a time; default: %(default)s")
     add("--paper", action="store_true", help="rounds of the paper's size, in place of the others")
     add("--quick", action="store_true", help="3 agents with short prompts, or one paper round")

@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from tokendance.bench.commands.common import (
-    RESULTS,
     BenchError,
     add_clock,
+    add_usual,
     need_model,
     say,
     shown_command,
     trace_words,
     write_result,
 )
-from tokendance.cli.model import DEFAULT_FOLDER
 
 TEXT = "a pool of pages that holds a third of the agents: restore against recompute"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_usual(parser, "model", "threads", "seed", out="pressure.json")
     add = parser.add_argument
-    add("--model", type=Path, default=DEFAULT_FOLDER, help="model folder; default: %(default)s")
     add("--agents", type=int, default=6, help="at least 3; default: %(default)s")
     add("--private", type=int, default=800, help="own tokens of each agent; default: %(default)s")
     add("--answer", type=int, default=16, help="tokens of each answer; default: %(default)s")
     add("--rounds", type=int, default=3, help="counted rounds; default: %(default)s")
     add("--store-gib", type=float, default=2.0, help="budget of the store; default: %(default)s")
-    add("--threads", type=int, default=1, help="default: %(default)s")
     add_clock(parser)
-    add("--seed", type=int, default=0, help="default: %(default)s")
     add("--quick", action="store_true", help="three agents, short histories, one round")
-    add("--out", type=Path, default=RESULTS / "pressure.json", help="default: %(default)s")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,8 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokendance.bench.commands.common import need_model
-from tokendance.cli.model import DEFAULT_FOLDER
+from tokendance.bench.commands.common import add_usual, need_model
 
 TEXT = "every measurement at its smallest, then the report; under 10 minutes on two cores"
 
@@ -37,11 +36,11 @@ SMALL = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_usual(parser, "model")
     from tokendance.cli.bench import COMMANDS
 
     names = [name for lane in LANES for name in lane if name in COMMANDS]
     add = parser.add_argument
-    add("--model", type=Path, default=DEFAULT_FOLDER, help="model folder; default: %(default)s")
     add("--only", nargs="+", choices=names, default=names, metavar="COMMAND", help="default: all")
     add("--minutes", type=float, default=10.0, help="for all together; default: %(default)s")
     add("--out", type=Path, default=None, help="folder; default: a new temporary one")

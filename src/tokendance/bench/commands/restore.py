@@ -6,15 +6,15 @@ The K/V is random: no model runs.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from tokendance.bench.commands.common import RESULTS, shown_command, write_result
+from tokendance.bench.commands.common import add_usual, shown_command, write_result
 
 TEXT = "fused against dense restore from the store into pages, beside a plain copy"
 MIRRORS = (1, 3, 5, 10, 20)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_usual(parser, out="restore.json")
     add = parser.add_argument
     add("--mirrors", type=int, nargs="+", default=MIRRORS, help="default: 1 3 5 10 20")
     add("--rows", type=int, default=2048, help="rows of every request; default: %(default)s")
@@ -33,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeat", type=int, default=7, help="counted repetitions; default: %(default)s")
     add("--sweep", action="store_true", help="also over the share of private rows")
     add("--quick", action="store_true", help="1 and 5 mirrors of 512 rows, three repetitions")
-    add("--out", type=Path, default=RESULTS / "restore.json", help="default: %(default)s")
 
 
 def run(args: argparse.Namespace) -> int:

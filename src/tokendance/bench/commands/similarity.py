@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tokendance.bench.commands.common import (
-    RESULTS,
     BenchError,
+    add_usual,
     need_model,
     say,
     shown_command,
@@ -23,7 +23,6 @@ from tokendance.bench.commands.common import (
     write_result,
 )
 from tokendance.bench.partial import append_line, close_partial, open_partial, read_lines
-from tokendance.cli.model import DEFAULT_FOLDER
 
 TEXT = "tokens, blocks and K/V rows that the agents of a round have in common"
 QUICK = ("2_valentines_day_party",)
@@ -32,16 +31,14 @@ BLENDED = ("1_meet_and_greet", "5_information_outbreak")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_usual(parser, "model", "threads", out="similarity.json")
     add = parser.add_argument
     add("--trace", type=Path, nargs="+", default=None, help="default: all; paper size: tokens only")
-    add("--model", type=Path, default=DEFAULT_FOLDER, help="model folder; default: %(default)s")
     add("--agents", type=int, default=4, help="whose K/V is computed; default: %(default)s")
     add("--blend", nargs="*", default=BLENDED, help="traces for CacheBlend; default: %(default)s")
     add("--no-engine", action="store_true", help="count only, run no model")
-    add("--threads", type=int, default=1, help="default: %(default)s")
     add("--resume", action="store_true", help="go on with an interrupted run")
     add("--quick", action="store_true", help="one trace, two agents")
-    add("--out", type=Path, default=RESULTS / "similarity.json", help="default: %(default)s")
 
 
 def run(args: argparse.Namespace) -> int:

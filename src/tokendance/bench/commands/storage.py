@@ -9,21 +9,20 @@ import argparse
 from pathlib import Path
 
 from tokendance.bench.commands.common import (
-    RESULTS,
+    add_usual,
     need_model,
     shown_command,
     traces,
     write_result,
 )
-from tokendance.cli.model import DEFAULT_FOLDER
 
 TEXT = "bytes of a family and of a mirror on the layouts of real traces"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_usual(parser, "model", out="storage.json")
     add = parser.add_argument
     add("traces", nargs="*", type=Path, help="trace files; default: all, both sizes")
-    add("--model", type=Path, default=DEFAULT_FOLDER, help="model folder; default: %(default)s")
     add(
         "--shape",
         type=int,
@@ -33,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the K/V; ratios hardly depend on it; default: 2 3 64",
     )
     add("--quick", action="store_true", help="the small traces only")
-    add("--out", type=Path, default=RESULTS / "storage.json", help="default: %(default)s")
 
 
 def run(args: argparse.Namespace) -> int:
