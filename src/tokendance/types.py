@@ -69,6 +69,8 @@ def merge_rows(rows: Iterable[Rows]) -> Iterator[Rows]:
 def subtract_rows(whole: Rows, holes: Iterable[Rows]) -> Iterator[Rows]:
     """The parts of `whole` outside `holes`; the holes must be sorted by start."""
     start = whole.start
+    if start >= whole.end:
+        return
     for hole in holes:
         if hole.start > start:
             yield Rows(start, min(hole.start, whole.end))

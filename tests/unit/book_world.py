@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 from tokendance.config import Config
 from tokendance.plan.kept import Held
@@ -33,46 +34,65 @@ class World:
         self.pages: dict[str, tuple[int, ...]] = {}
         self.standing: dict[str, bool] = {}
         self.stored_rows: dict[str, int] = {}
+        self._done: dict[str, list[int]] = {}
         self._next = 0
 
     def send(
+        self, name: str, tokens: list[int], salt: str = "", round_id: str = "", **options: Any
+    ):
+        """A request that may start at once, and its plan."""
+        ticket = self.arrive(name, tokens, salt, round_id, **options)
+        assert self.step(ticket)[0] is not Verdict.WAIT
+        return ticket
+
+    def arrive(
         self,
         name: str,
         tokens: list[int],
         salt: str = "",
         round_id: str = "",
         *,
+        size: int = 1,
         donors: bool = False,
-        cached: int = 0,
+        segments: Sequence[int] = (),
     ) -> Ticket:
+        """segments: lengths, of a marked prompt."""
         done: list[int] = []
         ticket = Ticket(
             RequestId(name),
             AgentId(name),
             tokens,
-            KEYS.spans(tokens, [len(tokens)]),
+            KEYS.spans(tokens, segments or [len(tokens)]),
             0.0,
             lambda: sum(done),
             takes_donors=donors,
         )
-        if donors:
-            self.book.attribute(ticket, salt=salt, key=KEYS.key)
-        self.book.discover(ticket, salt=salt, key=KEYS.key)
+        self._done[name] = done
+        if not segments:
+            self.book.discover(ticket, salt=salt, key=KEYS.key)
+        self.book.attribute(ticket, salt=salt)
         if round_id:
             self.book.join_announced(
-                ticket, session="s", round_id=round_id, size=1, salt=salt, now=0.0
+                ticket, session="s", round_id=round_id, size=size, salt=salt, now=0.0
             )
         else:
             self.book.join_by_content(ticket, salt=salt, marked=False, now=0.0)
-        verdict = self.book.verdict(ticket.request_id, cached, BUDGET, 0.0)
-        assert verdict is not Verdict.WAIT
-        count = -(-len(tokens) // PAGE)
-        self.pages[name] = tuple(range(self._next, self._next + count))
-        self._next += count
-        self.book.admitted(ticket.request_id, self.pages[name], verdict is Verdict.COLLECTIVE)
-        self.plans = self.book.end_step(lambda request_id: self.pages[request_id])
-        done.append(len(tokens))
         return ticket
+
+    def step(self, *tickets: Ticket, budget: Budget = BUDGET) -> list[Verdict]:
+        """The engine asks for these, in this order, and starts those that may."""
+        verdicts = [self.book.verdict(t.request_id, 0, budget, 0.0) for t in tickets]
+        started = [t for t, v in zip(tickets, verdicts) if v is not Verdict.WAIT]
+        for ticket in started:
+            count = -(-len(ticket.token_ids) // PAGE)
+            self.pages[ticket.request_id] = tuple(range(self._next, self._next + count))
+            self._next += count
+            collective = verdicts[tickets.index(ticket)] is Verdict.COLLECTIVE
+            self.book.admitted(ticket.request_id, self.pages[ticket.request_id], collective)
+        self.plans = self.book.end_step(lambda request_id: self.pages[request_id])
+        for ticket in started:
+            self._done[ticket.request_id].append(len(ticket.token_ids))
+        return verdicts
 
     def finish(self, name: str, said: Sequence[int] = (), stored: int = 0) -> None:
         """stored: rows that the store has of it, as long as `stored_rows` says so."""

@@ -131,4 +131,4 @@ def test_strangers_are_not_discovered() -> None:
     assert discovery.find("", tickets[1], Tokens(two), 32) is None
     discovery.remove(RequestId("a"))
     discovery.remove(RequestId("a"))
-    assert len(discovery) == 0 and not discovery._holders._holders
+    assert len(discovery) == 0 and not discovery._holders

@@ -173,6 +173,24 @@ class TestQueue:
         )
         assert names(queue.due([], {"x", "late"})) == [["lead"]]
 
+    @pytest.mark.parametrize("asked", [False, True])
+    def test_a_last_page_is_given_up_unless_a_plan_takes_from_it(self, asked: bool) -> None:
+        queue, tokens = SaveQueue(4), array("q", range(10))
+        member = Member(RequestId("f"), AgentId("f"), 0, tokens, 0, 9, (Copy(1, 0, 2, 5),))
+        tables = (PageTable(RequestId("f"), (1, 2, 3)), PageTable(RequestId("lead"), (7, 8)))
+        queue.planned(ReusePlan(ROUND, (member,), tables))
+        queue.add(Save(RequestId("f"), "s", "f", tokens, (1, 2, 3), 2))
+        if asked:
+            quoting = plan_of(["q"], [])
+            source = PageTable(RequestId("f"), (), stored=True)
+            queue.planned(replace(quoting, tables=(*quoting.tables, source)))
+        saved = [s for family in queue.due([3], {"lead", "q"}) for s in family.saves]
+        waiting = queue.waiting(RequestId("f"))
+        if asked:
+            assert [len(s.token_ids) for s in saved] == [10] and waiting is None
+        else:
+            assert saved == [] and waiting is not None and len(waiting.token_ids) == 8
+
     @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 5)), max_size=12))
     def test_everything_is_stored_once_whatever_happens(
         self, events: list[tuple[str, int]]

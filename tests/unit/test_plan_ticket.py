@@ -66,10 +66,13 @@ def test_own_spans(mine: list, cuts: list[int]) -> None:
     edges = sorted(cuts)
     copied = [Rows(a, b) for a, b in zip(edges[::2], edges[1::2])]
     own = own_spans(ticket, copied)
-    free = [
-        s for s in ticket.spans if not any(a < s.end and s.start < b for a, b in copied if a < b)
-    ]
-    assert own == {s.key: next(f for f in free if f.key == s.key) for s in free}
+    free = [not any(a <= row < b for a, b in copied) for row in range(len(ticket.token_ids))]
+    most: dict = {}
+    for span in ticket.spans:
+        rows = [row for row in range(span.start, span.end) if free[row]]
+        if len(rows) > len(most.get(span.key, (span, []))[1]):
+            most[span.key] = span, rows
+    assert {k: (o.span, [r for p in o.parts for r in range(*p)]) for k, o in own.items()} == most
     assert ticket.own == own_spans(ticket, [])
     ticket.settle(tuple(copied), None)
     assert ticket.own == own

@@ -81,7 +81,7 @@ def donor_plan(
         ticket(f"donor{i}", prompt, blocks, keys, kinds=("shared",))
         for i, (prompt, blocks) in enumerate(zip(case.donors, donor_pages))
     ]
-    return _checked(plan_round(RoundId(case.name), _tickets(case, pages, keys), (), donors=donors))
+    return _checked(plan_round(RoundId(case.name), _tickets(case, pages, keys), donors))
 
 
 def ticket(

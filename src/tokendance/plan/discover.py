@@ -8,11 +8,12 @@ edge of a quotation in another way, the cut simply falls inside of it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tokendance.plan.match import WINDOW, Holders, Match, Tokens, common_runs
+from tokendance.plan.match import WINDOW, Match, Tokens, common_runs
 from tokendance.plan.ticket import State, Ticket, common_prefix
 from tokendance.types import RequestId, SegmentKey, Span
 
@@ -40,7 +41,7 @@ class Discovery:
     def __init__(self) -> None:
         self._turn = 0
         self._seen: dict[RequestId, _Seen] = {}
-        self._holders = Holders()
+        self._holders: dict[tuple[str, int], set[RequestId]] = {}
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -48,13 +49,19 @@ class Discovery:
     def add(self, salt: str, ticket: Ticket, tokens: Tokens) -> None:
         self._turn += 1
         self._seen[ticket.request_id] = _Seen(self._turn, salt, ticket, tokens)
-        self._holders.add(salt, tokens.fingerprints, ticket.request_id)
+        for mark in tokens.fingerprints:
+            self._holders.setdefault((salt, mark), set()).add(ticket.request_id)
 
     def remove(self, request_id: RequestId) -> None:
         """Undo `add`. Idempotent."""
         seen = self._seen.pop(request_id, None)
-        if seen is not None:
-            self._holders.remove(seen.salt, seen.tokens.fingerprints, request_id)
+        if seen is None:
+            return
+        for mark in seen.tokens.fingerprints:
+            holders = self._holders[seen.salt, mark]
+            holders.discard(request_id)
+            if not holders:
+                del self._holders[seen.salt, mark]
 
     def replace(self, ticket: Ticket) -> None:
         """The same prompt, or its beginning, stands on under another ticket."""
@@ -70,7 +77,11 @@ class Discovery:
         None if nobody shares `minimum` tokens. Of those that share nearly as much as the best, the
         first that came is taken: a round's prompts are then all cut against the same one.
         """
-        votes = self._holders.votes(salt, tokens.fingerprints)
+        votes = Counter(
+            request_id
+            for mark in tokens.fingerprints
+            for request_id in self._holders.get((salt, mark), ())
+        )
         best = max(votes.values(), default=0)
         alike = (self._seen[request_id] for request_id, count in votes.items() if 2 * count >= best)
         for other in sorted(alike, key=lambda seen: seen.turn)[:MAX_LOOKS]:

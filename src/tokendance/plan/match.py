@@ -7,15 +7,12 @@ another way, the differing tokens are simply not part of the match.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from tokendance.types import RequestId
 
 WINDOW = 16
 """Tokens that have to agree before anything is a match."""
@@ -74,31 +71,6 @@ class Tokens:
         return np.where(keys[place] == hashes, order[place], -1)
 
 
-class Holders:
-    """Which prompts hold a window, by its hash, per tenant."""
-
-    def __init__(self) -> None:
-        self._holders: dict[tuple[str, int], set[RequestId]] = {}
-
-    def add(self, salt: str, marks: Iterable[int], request_id: RequestId) -> None:
-        for mark in marks:
-            self._holders.setdefault((salt, mark), set()).add(request_id)
-
-    def remove(self, salt: str, marks: Iterable[int], request_id: RequestId) -> None:
-        """Undo `add`."""
-        for mark in marks:
-            holders = self._holders[salt, mark]
-            holders.discard(request_id)
-            if not holders:
-                del self._holders[salt, mark]
-
-    def votes(self, salt: str, marks: Iterable[int]) -> Counter[RequestId]:
-        """How many of these windows each prompt holds."""
-        return Counter(
-            request_id for mark in marks for request_id in self._holders.get((salt, mark), ())
-        )
-
-
 def common_runs(target: Tokens, source: Tokens, minimum: int, start: int = 0) -> list[Match]:
     """Texts of at least `minimum` (>= WINDOW) tokens of `target` that also stand in `source`.
 
@@ -114,13 +86,13 @@ def common_runs(target: Tokens, source: Tokens, minimum: int, start: int = 0) ->
         if index == len(hits):
             return runs
         at = int(hits[index])
-        match = _extend(target.ids, source.ids, at, int(places[at - start]), position)
+        match = extend(target.ids, source.ids, at, int(places[at - start]), position)
         if match.length >= minimum:
             runs.append(match)
         position = max(match.start + match.length, at + 1)
 
 
-def _extend(
+def extend(
     target: npt.NDArray[np.int64], source: npt.NDArray[np.int64], at: int, there: int, floor: int
 ) -> Match:
     """The longest agreement around target[at] and source[there], not reaching below `floor`."""

@@ -7,13 +7,13 @@ computes the whole region and the others only their private rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tokendance.plan.reuse_plan import Copy, Member, PageTable, ReusePlan
 from tokendance.plan.ticket import StoredRows, Ticket, common_prefix, own_spans
-from tokendance.types import RequestId, RoundId, SegmentKey, Span
+from tokendance.types import RoundId, Rows, SegmentKey, Span, subtract_rows
 
 MIN_COPY_ROWS = 4
 """Shorter pieces are computed: an own run of the forward pass costs more than the rows it saves."""
@@ -27,7 +27,6 @@ def plan_round(
     admitted: Sequence[Ticket],
     resident: Sequence[Ticket],
     *,
-    donors: Sequence[Ticket] = (),
     pages: Callable[[Ticket], PageTable] = lambda ticket: PageTable(
         ticket.request_id, ticket.blocks
     ),
@@ -36,13 +35,12 @@ def plan_round(
     """Decide the source of every row.
 
     admitted: members of this step, leader first. resident: members of earlier steps whose rows are
-    all computed, leader first; as sources they come before the admitted ones. donors: finished
-    requests in whose contexts text was written or first read; they come before all others.
-    pages(ticket): where the rows of a resident request or a donor stand now; asked for sources
-    only. fresh_tail: last rows of each
-    prompt that nothing inexact is copied to. Mutates nothing.
+    all computed, leader first; as sources they come before the admitted ones, and a ticket's own
+    donors before all others. pages(ticket): where the rows of a resident request or a donor stand
+    now; asked for sources only. fresh_tail: last rows of each prompt that nothing inexact is copied
+    to. Mutates nothing.
     """
-    offers = _Offers(admitted, (*donors, *resident))
+    offers = _Offers(admitted, resident)
     tables = _Tables(admitted, pages)
     members = []
     for index, ticket in enumerate(admitted):
@@ -65,21 +63,23 @@ def plan_round(
         )
         # What comes back exactly is what computing would give, so others may take it from here.
         offers.add(ticket, [*(p for p in history if not p.exact), *pieces])
-    leader = 0 if admitted and not (resident or donors) else None
+    leader = 0 if admitted and not resident else None
     return ReusePlan(round_id, tuple(members), tuple(tables.items), leader)
 
 
 class _Offer(NamedTuple):
-    """A segment that a request computes or has computed; rows before `exact_until` are exact."""
+    """A segment of which a request computes or has computed `parts`; rows before `exact_until` are
+    exact."""
 
     ticket: Ticket
     span: Span
+    parts: tuple[Rows, ...]
     exact_until: int
 
     @property
     def cut(self) -> bool:
-        """Whether the segment ends its prompt, so that the last row is missing: a second choice."""
-        return self.span.end > self.ticket.end
+        """Whether something is missing, if only the last row of its prompt: a second choice."""
+        return self.span[:2] != self.parts[0] or self.span.end > self.ticket.end
 
 
 @dataclass(slots=True)
@@ -130,24 +130,25 @@ class _Offers:
             self.empty = False
             until = ticket.end if ticket.approximate_from is None else ticket.approximate_from
             for key in wanted & ticket.own.keys():
-                self._put(_Offer(ticket, ticket.own[key], until))
+                self._put(_Offer(ticket, *ticket.own[key], until))
 
     def add(self, ticket: Ticket, pieces: Sequence[_Piece]) -> None:
         """What a member computes, given what it copies."""
         self.empty = False
         until = next((p.start for p in pieces if not p.exact), ticket.end)
-        for span in own_spans(ticket, [(p.start, p.start + p.length) for p in pieces]).values():
-            self._put(_Offer(ticket, span, until))
+        for own in own_spans(ticket, [(p.start, p.end) for p in pieces]).values():
+            self._put(_Offer(ticket, *own, until))
 
     def of(self, key: SegmentKey) -> Sequence[_Offer]:
         return self._by_key.get(key, ())
 
     def _put(self, offer: _Offer) -> None:
         offers = self._by_key.setdefault(offer.span.key, [])
-        if len(offers) < MAX_SOURCES:
+        if len(offers) < MAX_SOURCES or offers[-1].cut:
             offers.append(offer)
             if len(offers) > 1 and offers[-2].cut:
                 offers.sort(key=lambda o: o.cut)
+                del offers[MAX_SOURCES:]
 
 
 def _history(ticket: Ticket) -> list[_Piece]:
@@ -167,18 +168,45 @@ def _history(ticket: Ticket) -> list[_Piece]:
 def _pieces(ticket: Ticket, offers: _Offers, begin: int, fresh: int) -> list[_Piece]:
     """The copies of one member from row `begin` on, inexact ones before row `fresh`; token ids are
     compared, a key is only a hint."""
-    prefixes: dict[RequestId, int] = {}
+    prefixes: dict[Ticket, int] = {}
     pieces: list[_Piece] = []
     limit = ticket.end
+    quoted = _quoted(ticket, begin, min(limit, fresh))
     for first, end, key in ticket.spans:
         start = first if first > begin else begin
         end = end if end < limit else limit
         if start < end:
+            left = list(_between(quoted, start, end)) if quoted else [Rows(start, end)]
             for offer in offers.of(key):
-                shift = offer.span.start - first
-                if _take(pieces, ticket, start, end, offer, shift, prefixes, fresh):
+                if not left:
                     break
+                shift = offer.span.start - first
+                left = [
+                    missing
+                    for rows in left
+                    for missing in _take(pieces, ticket, *rows, offer, shift, prefixes, fresh)
+                ]
+    pieces = sorted((*pieces, *quoted), key=lambda piece: piece.start)
     return [p for p in pieces if p.length >= MIN_COPY_ROWS and (p.exact or _same(ticket, p))]
+
+
+def _quoted(ticket: Ticket, begin: int, end: int) -> list[_Piece]:
+    """What a member takes from its donors, as far as it may be inexact."""
+    if ticket.approximate_from is None:
+        return []
+    begin = max(begin, ticket.approximate_from)
+    pieces = []
+    for donor, source_start, first, length in ticket.quotations:
+        start, stop = max(first, begin), min(first + length, end)
+        if stop - start >= MIN_COPY_ROWS:
+            there = source_start + start - first
+            pieces.append(_Piece(donor, there, start, stop - start, exact=False))
+    return pieces
+
+
+def _between(pieces: Sequence[_Piece], start: int, end: int) -> Iterator[Rows]:
+    """Rows of [start, end) outside of pieces."""
+    return subtract_rows(Rows(start, end), (Rows(p.start, p.end) for p in pieces if p.end > start))
 
 
 def _take(
@@ -188,40 +216,49 @@ def _take(
     end: int,
     offer: _Offer,
     shift: int,
-    prefixes: dict[RequestId, int],
+    prefixes: dict[Ticket, int],
     fresh: int,
-) -> bool:
+) -> Sequence[Rows]:
     """Add rows [start, end), part of a segment, from an offer of it, which stands `shift` rows on.
 
-    False if they may not be taken. prefixes: common prefixes of `ticket` that are known.
+    Returns what may not be taken. prefixes: common prefixes of `ticket` that are known.
     """
-    source, span, exact_until = offer
-    exact = False
-    if shift == 0 and end <= span.end and end <= exact_until:
-        prefix = prefixes.get(source.request_id)
+    source, _, parts, exact_until = offer
+    if shift == 0 and parts[0].start <= start and end <= parts[0].end and end <= exact_until:
+        prefix = prefixes.get(source)
         if prefix is None:
             prefix = common_prefix(ticket.token_ids, source.token_ids)
-            prefixes[source.request_id] = prefix
-        exact = end <= prefix  # the same tokens from row 0 on: a copy is what computing would give
-    if not exact:
-        if ticket.approximate_from is None:
-            return False
-        start = max(start, ticket.approximate_from)
-        end = min(end, span.end - shift, source.end - shift, fresh)
-    if start >= end:
-        return False
+            prefixes[source] = prefix
+        if end <= prefix:  # the same tokens from row 0 on: a copy is what computing would give
+            _add(pieces, _Piece(source, start, start, end - start, exact=True))
+            return ()
+    if ticket.approximate_from is None:
+        return (Rows(start, end),)
+    left = []
+    for part in parts:
+        first = max(start, ticket.approximate_from, part.start - shift)
+        stop = min(end, part.end - shift, source.end - shift, fresh)
+        if first < stop:
+            _add(pieces, _Piece(source, first + shift, first, stop - first, exact=False))
+            if start < first:
+                left.append(Rows(start, first))
+            start = stop
+    return (*left, Rows(start, end)) if start < end else left
+
+
+def _add(pieces: list[_Piece], piece: _Piece) -> None:
+    """Append a piece, to the last one if it goes on there."""
     last = pieces[-1] if pieces else None
     if (
         last is not None
-        and last.end == start
-        and last.source is source
-        and last.source_start + last.length == start + shift
-        and last.exact is exact
+        and last.end == piece.start
+        and last.source is piece.source
+        and last.source_start + last.length == piece.source_start
+        and last.exact is piece.exact
     ):
-        last.length += end - start
+        last.length += piece.length
     else:
-        pieces.append(_Piece(source, start + shift, start, end - start, exact))
-    return True
+        pieces.append(piece)
 
 
 def _same(ticket: Ticket, piece: _Piece) -> bool:

@@ -19,7 +19,7 @@ from itertools import islice
 
 from tokendance.config import Config
 from tokendance.plan.discover import Discovery, Key, cut
-from tokendance.plan.donors import Donors, attribute
+from tokendance.plan.donors import Donors
 from tokendance.plan.index import SegmentIndex
 from tokendance.plan.kept import Held, KeptLeaders, kept_leader
 from tokendance.plan.match import Tokens
@@ -27,7 +27,16 @@ from tokendance.plan.planner import claim_prefixes, plan_round
 from tokendance.plan.reuse_plan import PageTable, ReusePlan
 from tokendance.plan.rounds import Budget as Budget
 from tokendance.plan.rounds import Memory, Round, Wave, elect, leads_still, needed, resident
-from tokendance.plan.ticket import State, Ticket, given_to, order_distance, shared_with
+from tokendance.plan.ticket import (
+    Share,
+    State,
+    Ticket,
+    all_shared,
+    common_prefix,
+    given_to,
+    order_distance,
+    shared_with,
+)
 from tokendance.types import AgentId, RequestId, RoundId, Span
 
 LEADER_PATIENCE_S = 60.0
@@ -138,12 +147,10 @@ class RoundBook:
             self._recut(other, cut(other, [(r.source_start, r.length) for r in runs], key))
         self._discovery.add(salt, ticket, tokens)
 
-    def attribute(self, ticket: Ticket, *, salt: str, key: Key) -> None:
-        """Find who has written what a prompt quotes (M5). To be called before the request joins."""
-        if len(self._donors):
-            found = self._donors.quoted(salt, ticket, Tokens(ticket.token_ids))
-            if found:
-                attribute(ticket, found, key)
+    def attribute(self, ticket: Ticket, *, salt: str) -> None:
+        """Find who has written what a prompt quotes, if its backend wants to know (M5)."""
+        if ticket.takes_donors and len(self._donors):
+            ticket.quotations = self._donors.quoted(salt, ticket)
 
     def leave(self, request_id: RequestId) -> None:
         """Forget a finished or aborted request; its pages are no source any more. Idempotent."""
@@ -153,7 +160,10 @@ class RoundBook:
 
     def retire(self, request_id: RequestId, held: Held, token_ids: Sequence[int]) -> None:
         """A request has finished. If it led its round, what is held of it stays a source, and for
-        backends with donors in any case. token_ids: array("q") of all its tokens."""
+        backends with donors in any case.
+
+        token_ids: array("q") of all its tokens, decoded ones too.
+        """
         round_ = self._of.get(request_id)
         if round_ is None:
             return
@@ -280,11 +290,14 @@ class RoundBook:
         """Pick who starts in this step; a ticket with a reason goes the ordinary way."""
         leader = self._lead(round_)
         self._split(round_, leader)
+        for ticket in round_.waiting():
+            if ticket.quotations:
+                ticket.quotations = tuple(self._donors.standing(ticket.quotations))
         wave, ordinary = Wave(budget), set()
         ready, follows = resident(leader, self._step), False
         followers = 0
         if leader.state is State.WAITING:
-            given = given_to(leader)
+            given = self._given(round_, leader)
             follows = given.rows >= self._minimum  # not another member, but donors
             leader.approximate_from = given.start if follows else None
             stored = leader.held(approximate=follows)
@@ -297,21 +310,34 @@ class RoundBook:
                 continue
             if wave.full:
                 break
-            ticket.reason = self._obstacle(round_, ticket, ready, now)
+            share = all_shared(ticket, leader) if ticket.quotations else round_.share(ticket)
+            needs_leader = round_.share(ticket).rows >= self._minimum
+            ticket.reason = self._obstacle(round_, ticket, share, ready or not needs_leader, now)
             if ticket.reason:
                 ordinary.add(ticket.request_id)
-            elif ready and wave.add(ticket, self._computes(round_, ticket)):
-                ticket.approximate_from = round_.share(ticket).start
-                followers += 1
+            elif (ready or not needs_leader) and wave.add(ticket, _computes(ticket, share)):
+                ticket.approximate_from = share.start
+                followers += needs_leader
         if leader.state is State.WAITING:
             leader.reason = "" if followers or (ready and follows) else "leads"
         if followers and round_.family is not None:
             self._leaders.put(round_.family, leader.agent)
         return {t.request_id for t in wave.tickets} | ordinary
 
-    def _obstacle(self, round_: Round, ticket: Ticket, ready: bool, now: float) -> str:
-        """Why a follower takes nothing from its leader, "" if it does or waits for it."""
-        if round_.share(ticket).rows < self._minimum:
+    def _given(self, round_: Round, leader: Ticket) -> Share:
+        """What the donors of a leader give to it. Text with which all begin is not among that: the
+        leader computes it, exactly, and the others find it in the prefix cache."""
+        if not leader.quotations:
+            return Share(leader.end, 0)
+        others = (t.token_ids for t in round_.waiting() if t is not leader)
+        common = max((common_prefix(leader.token_ids, ids) for ids in others), default=0)
+        return given_to(leader, max(common, leader.held(approximate=True)))
+
+    def _obstacle(
+        self, round_: Round, ticket: Ticket, share: Share, ready: bool, now: float
+    ) -> str:
+        """Why a follower takes nothing, "" if it does or waits for its leader."""
+        if share.rows < self._minimum:
             return "shares too little with the leader"
         leader = round_.leader
         assert leader is not None
@@ -320,10 +346,6 @@ class RoundBook:
         if ticket.held_until is None:
             ticket.held_until = now + LEADER_PATIENCE_S
         return "" if now < ticket.held_until else "leader not ready in time"
-
-    def _computes(self, round_: Round, ticket: Ticket) -> int:
-        stored = ticket.held(approximate=True) - ticket.cached
-        return max(0, ticket.end - ticket.cached - max(stored, round_.share(ticket).rows))
 
     def _split(self, round_: Round, leader: Ticket) -> None:
         """Members whose order is too far from the leader's go on as a round of their own."""
@@ -398,16 +420,10 @@ class RoundBook:
             stands = ticket.stand()
             return PageTable(ticket.request_id, ticket.blocks if stands else (), not stands)
 
-        found = dict.fromkeys(self._donors.standing(d) for t in tickets for d in t.donors)
-        donors = [donor for donor in found if donor is not None]
-        plan = plan_round(
-            round_.round_id,
-            tickets,
-            sources,
-            donors=donors,
-            pages=table,
-            fresh_tail=self._config.fresh_tail,
-        )
+        for ticket in tickets:
+            ticket.quotations = tuple(self._donors.standing(ticket.quotations))
+        tail = self._config.fresh_tail
+        plan = plan_round(round_.round_id, tickets, sources, pages=table, fresh_tail=tail)
         for ticket, member in zip(tickets, plan.members):
             inexact = [copy.start for copy in member.copies if not copy.exact]
             taken = tuple(c.rows for c in member.copies if not (c.stored and c.exact))
@@ -417,3 +433,8 @@ class RoundBook:
         if passed_over and tickets[0].approximate_from is None:
             round_.follow(tickets[0])  # the engine took others first: the region is here now
         return plan
+
+
+def _computes(ticket: Ticket, share: Share) -> int:
+    stored = ticket.held(approximate=True) - ticket.cached
+    return max(0, ticket.end - ticket.cached - max(stored, share.rows))

@@ -70,6 +70,9 @@ class SaveQueue:
     def plan_of(self, request_id: RequestId) -> ReusePlan | None:
         return self._plans.get(request_id)
 
+    def waiting(self, request_id: RequestId) -> Save | None:
+        return self._waiting.get(request_id)
+
     def add(self, save: Save) -> None:
         """A request has finished."""
         self._changed = True
@@ -94,7 +97,7 @@ class SaveQueue:
             name
             for block in given_out
             for name in list(self._on_page.get(block, ()))
-            if not self._trimmed(name, block, running)
+            if name in self._asked or not self._trimmed(name, block, running)
         }
         names |= self._asked & self._waiting.keys()
         self._asked.clear()

@@ -7,9 +7,18 @@ from bisect import bisect, insort
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, ValuesView
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 from typing import NamedTuple
 
-from tokendance.types import AgentId, RequestId, Rows, SegmentKey, Span
+from tokendance.types import (
+    AgentId,
+    RequestId,
+    Rows,
+    SegmentKey,
+    Span,
+    merge_rows,
+    subtract_rows,
+)
 
 
 class State(Enum):
@@ -25,6 +34,27 @@ class StoredRows(NamedTuple):
     request_id: RequestId
     rows: int
     exact: int
+
+
+class Quotation(NamedTuple):
+    """Rows [start, start + length) of a prompt are rows [source_start, ...) of a finished request,
+    the donor, which has computed them itself."""
+
+    donor: Ticket
+    source_start: int
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+class Own(NamedTuple):
+    """A segment of a prompt, and the parts of it that are not copied."""
+
+    span: Span
+    parts: tuple[Rows, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +75,7 @@ class Ticket:
     admitted: the step of its admission.
     held_until: when it stops waiting for a leader that is on its way.
     takes_donors: its backend takes text from where it was written or first read.
-    donors: finished requests that hold such text of its prompt, first the one that wrote it.
+    quotations: where that is; sorted, disjoint.
     stand: of a finished request, whether `blocks` still hold its rows; else the store does.
     """
 
@@ -67,11 +97,11 @@ class Ticket:
     admitted: int = 0
     held_until: float | None = None
     takes_donors: bool = False
-    donors: tuple[Ticket, ...] = ()
+    quotations: tuple[Quotation, ...] = ()
     stand: Callable[[], bool] | None = None
     _first: dict[SegmentKey, Span] = field(default_factory=dict, repr=False)
     _coarse: dict[SegmentKey, Span] = field(default_factory=dict, repr=False)
-    _own: Mapping[SegmentKey, Span] | None = field(default=None, repr=False)
+    _own: Mapping[SegmentKey, Own] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.token_ids, array):
@@ -85,8 +115,8 @@ class Ticket:
         return len(self.token_ids) - 1
 
     @property
-    def own(self) -> Mapping[SegmentKey, Span]:
-        """Of every segment, its first occurrence that is not copied: what others may take."""
+    def own(self) -> Mapping[SegmentKey, Own]:
+        """Of every segment, what others may take; see `own_spans`."""
         if self._own is None:
             self._own = own_spans(self, self.copied)
         return self._own
@@ -120,16 +150,7 @@ class Ticket:
     def inherit(self, ticket: Ticket) -> None:
         """The coarser segments of another ticket for the same prompt, as far as it goes."""
         spans = (*ticket._coarse.values(), *ticket._first.values())
-        self.offer(span for span in spans if span.end <= self.end)
-
-    def offer(self, spans: Iterable[Span]) -> None:
-        """More segments that can be taken from it; of one that is cut off at its end, the rest."""
-        self._coarse.update((span.key, span) for span in spans)
-        self._own = None
-
-    def offered(self) -> Iterable[Span]:
-        """What `offer` has added."""
-        return self._coarse.values()
+        self._coarse.update((span.key, span) for span in spans if span.end <= self.end)
 
     def settle(self, copied: tuple[Rows, ...], approximate_from: int | None) -> None:
         """Remember what a plan has made of this request."""
@@ -138,20 +159,26 @@ class Ticket:
         self._own = None
 
 
-def own_spans(ticket: Ticket, copied: Iterable[tuple[int, int]]) -> Mapping[SegmentKey, Span]:
-    """The first occurrence of every segment outside `copied` (sorted, disjoint)."""
-    holes = iter(copied)
-    hole = next(holes, None)
-    if hole is None:
-        return {**ticket._coarse, **ticket._first} if ticket._coarse else ticket._first
-    own: dict[SegmentKey, Span] = {}
+def own_spans(ticket: Ticket, copied: Iterable[tuple[int, int]]) -> Mapping[SegmentKey, Own]:
+    """Of every segment, the occurrence of which most is outside `copied` (sorted, disjoint), the
+    first of several that are alike."""
+    holes = [Rows(*hole) for hole in copied]
+    own: dict[SegmentKey, Own] = {}
+    first = 0
     for span in ticket.spans:
-        start, end, key = span
-        while hole is not None and hole[1] <= start:
-            hole = next(holes, None)
-        if hole is None or end <= hole[0]:
-            own.setdefault(key, span)
+        while first < len(holes) and holes[first].end <= span.start:
+            first += 1
+        _note(own, span, islice(holes, first, None))
+    for span in ticket._coarse.values():
+        _note(own, span, (hole for hole in holes if hole.end > span.start))
     return own
+
+
+def _note(own: dict[SegmentKey, Own], span: Span, holes: Iterable[Rows]) -> None:
+    parts = tuple(subtract_rows(Rows(span.start, span.end), holes))
+    known = own.get(span.key)
+    if parts and (known is None or sum(map(len, known.parts)) < sum(map(len, parts))):
+        own[span.key] = Own(span, parts)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -181,20 +208,7 @@ def shared_with(ticket: Ticket, source: Ticket) -> Share:
 
     Their common prefix is left out since the engine's own cache serves it, exactly.
     """
-    begin = max(common_prefix(ticket.token_ids, source.token_ids), ticket.cached)
-    return _share(ticket, source.segment_keys(), begin)
-
-
-def given_to(ticket: Ticket) -> Share:
-    """Rows of `ticket` that its donors hold."""
-    return _share(ticket, frozenset(), ticket.cached)
-
-
-def _share(ticket: Ticket, held: Set[SegmentKey], begin: int) -> Share:
-    """Rows from `begin` on of the segments in `held`, and of those that its donors hold."""
-    for donor in ticket.donors:
-        held = held | donor.segment_keys()
-    limit = ticket.end
+    begin, held, limit = _begin(ticket, source), _takeable(source), ticket.end
     first, rows = limit, 0
     for start, end, key in ticket.spans:
         if key in held and begin < end and start < limit:
@@ -202,6 +216,38 @@ def _share(ticket: Ticket, held: Set[SegmentKey], begin: int) -> Share:
             first = start if start < first else first
             rows += (end if end < limit else limit) - start
     return Share(first, rows)
+
+
+def _begin(ticket: Ticket, source: Ticket) -> int:
+    return max(common_prefix(ticket.token_ids, source.token_ids), ticket.cached)
+
+
+def _takeable(source: Ticket) -> Set[SegmentKey]:
+    return source.own.keys() if source.copied else source.segment_keys()
+
+
+def given_to(ticket: Ticket, begin: int) -> Share:
+    """Rows of `ticket` from row `begin` on that its donors hold."""
+    return _share_of(_quoted(ticket, begin), ticket.end)
+
+
+def all_shared(ticket: Ticket, source: Ticket) -> Share:
+    """Rows of `ticket` that it could take from another request or from its donors."""
+    if not ticket.quotations:
+        return shared_with(ticket, source)
+    begin = _begin(ticket, source)
+    held, end = _takeable(source), ticket.end
+    rows = [Rows(max(s.start, begin), min(s.end, end)) for s in ticket.spans if s.key in held]
+    return _share_of([*rows, *_quoted(ticket, begin)], end)
+
+
+def _quoted(ticket: Ticket, begin: int) -> list[Rows]:
+    return [Rows(max(q.start, begin), min(q.end, ticket.end)) for q in ticket.quotations]
+
+
+def _share_of(rows: Iterable[Rows], end: int) -> Share:
+    merged = list(merge_rows(sorted(rows)))
+    return Share(merged[0].start if merged else end, sum(map(len, merged)))
 
 
 def order_distance(ticket: Ticket, leader: Ticket) -> float:

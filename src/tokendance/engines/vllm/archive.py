@@ -105,8 +105,8 @@ class Archive:
         return dict(zip(names, self._agreed([kept.get(name, False) for name in names])))
 
     def hold(self, plans: Sequence[ReusePlan]) -> None:
-        """Before a save: keep what plans of the same step take, until they have it. What is stored
-        may take its place: the next answer of an agent that of its last one."""
+        """Before anything else of a step: keep what its plans take, until they have it. What is
+        stored may take its place: the next answer of an agent that of its last one."""
         for name in _stored_sources(plans):
             if name in self._known:
                 self._held.enter_context(self._store.lease(self._known[name].key))

@@ -55,7 +55,8 @@ class Keeping:
     def rows(self, request_id: RequestId, exact: bool) -> int:
         """Leading rows of a finished request that the workers have, or will have before they need
         them: they store what is on its way to them first. exact: only exact ones."""
-        entry = self._sent.get(request_id) or self.index.get(request_id)
+        entry: Save | StoredEntry | None = self._queue.waiting(request_id)
+        entry = entry or self._sent.get(request_id) or self.index.get(request_id)
         return 0 if entry is None else entry.exact_rows if exact else len(entry.token_ids)
 
     # -- sessions ------------------------------------------------------------------------------

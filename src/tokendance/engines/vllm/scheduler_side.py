@@ -132,8 +132,7 @@ class SchedulerSide:
         salt = f"{salt}/{ticket.backend}"
         if self._config.discover and not hints.get("marked"):
             self._book.discover(ticket, salt=salt, key=keys.key)
-        if ticket.takes_donors:
-            self._book.attribute(ticket, salt=salt, key=keys.key)
+        self._book.attribute(ticket, salt=salt)
         if hints.get("round") is not None:
             self._book.join_announced(
                 ticket,

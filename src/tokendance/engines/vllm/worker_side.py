@@ -49,8 +49,9 @@ class WorkerSide:
 
     def step(self, work: Plans) -> None:
         """Everything a step asks for. Never raises."""
-        if self.archive is not None and work.saves:
+        if self.archive is not None:
             self.archive.hold(work.plans)
+        if self.archive is not None and work.saves:
             self._report.saved.update(self.archive.save(work.saves, self._stats))
         if self.archive is not None and work.sessions:
             self.archive.settle(work.sessions)
