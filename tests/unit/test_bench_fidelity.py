@@ -137,13 +137,13 @@ def test_reuse_is_close_and_a_broken_copy_is_not(
     cast: Cast, model: Model, exact: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = {}
-    for engine in ("tokendance", "cacheblend-serial"):
+    for engine in fidelity.ENGINES[1:]:
         along = play_along(engine, cast, model, SETTINGS, exact)
         found[engine] = closeness(exact, along)["kl_end"]
         assert found[engine] > 1e-6
         for (_, ours), (_, truth) in zip(along.rounds, exact.rounds):
             assert ours.outputs == truth.outputs  # forced
-        if engine == "tokendance":  # the leader is exact
+        if engine in fidelity.OURS:  # the leader is exact
             assert np.allclose(
                 along.rounds[-1][1].logits[0][0], exact.rounds[-1][1].logits[0], atol=1e-3
             )
@@ -203,13 +203,15 @@ def test_summary_says_in_what_tokendance_is_worse() -> None:
     bad = {**good, "diverged_round": 3, "kl_end": 0.1, "top1": 0.9}
 
     def rows(ours: dict, theirs: dict) -> list[dict]:  # type: ignore[type-arg]
-        pairs = zip(fidelity.ENGINES, (good, ours, theirs))
+        pairs = zip(fidelity.ENGINES, (good, ours, good, theirs))
         return [{"engine": engine, **figures} for engine, figures in pairs]
 
-    assert summary(rows(good, bad))["worse_than_serial_cacheblend"] == []
-    assert summary(rows(good, good))["worse_than_serial_cacheblend"] == []
+    for theirs in (good, bad):
+        found = summary(rows(good, theirs))["worse_than_serial_cacheblend"]
+        assert found == {"tokendance": [], "tokendance-15": []}
     worse = summary(rows(bad, good))
-    assert worse["worse_than_serial_cacheblend"] == ["diverged_round", "kl_end", "top1"]
+    named = {"tokendance": ["diverged_round", "kl_end", "top1"], "tokendance-15": []}
+    assert worse["worse_than_serial_cacheblend"] == named
     assert worse["means"]["tokendance"]["diverged_round"] == 3.0
     assert worse["means"]["exact"]["diverged_round"] == 4.0
 
@@ -236,7 +238,7 @@ def test_the_command(
     assert "worse than serial CacheBlend in" in capsys.readouterr().out
     result = json.loads(out.read_text())
     assert {"machine", "versions", "command", "model", "repetitions"} <= result.keys()
-    assert [row["trace"] for row in result["rows"]] == ["town.0"] * 3
+    assert [row["trace"] for row in result["rows"]] == ["town.0"] * 4
     schema = {"engine", "trace", "seed", "rounds", "diverged_round", "share_same_outputs"}
     schema |= {"kl_end", "top1", "needle_recall", "judge_agreement"}
     assert all(schema <= row.keys() for row in result["rows"])

@@ -2,8 +2,8 @@
 
 Greedy decoding on the reference engine, in synthetic towns and, with --trace, in the settings of
 traces: their first prompts, with the live answers in place of the stored ones. Compared are exact
-computation, TokenDance and serial CacheBlend. Finished scenarios are kept beside the result; with
---resume an interrupted run goes on there.
+computation, TokenDance, TokenDance with 15 % computed again, and serial CacheBlend. Finished
+scenarios are kept beside the result; with --resume an interrupted run goes on there.
 """
 
 from __future__ import annotations
@@ -142,5 +142,5 @@ def _print(found: dict[str, Any]) -> None:
     print(f"{'':18}" + "".join(f"{name:>20}" for name in names))
     for engine, means in found["means"].items():
         print(f"{engine:18}" + "".join(f"{means[name]:20.4f}" for name in names))
-    worse = ", ".join(found["worse_than_serial_cacheblend"]) or "nothing"
-    print(f"TokenDance is worse than serial CacheBlend in: {worse}")
+    for engine, worse in found["worse_than_serial_cacheblend"].items():
+        print(f"{engine} is worse than serial CacheBlend in: {', '.join(worse) or 'nothing'}")

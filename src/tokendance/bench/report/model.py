@@ -12,6 +12,7 @@ Run = Mapping[str, Any]
 
 ENGINES = {
     "tokendance": ("TokenDance", "ours"),
+    "tokendance-15": ("TokenDance, 15 % computed again", "c3"),
     "prefix": ("vLLM prefix caching", "c1"),
     "reordered": ("vLLM shared text first", "c2"),
     "offload": ("vLLM KV offloading", "c3"),

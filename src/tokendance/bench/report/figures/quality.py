@@ -163,6 +163,16 @@ def _others(counts: dict[str, tuple[int, int]]) -> str:
     return f" ({', '.join(others)})" if others else ""
 
 
+_FIGURES = (
+    ("share_same_outputs", 1, ".0%", "same answers"),
+    ("kl_end", -1, ".4f", "KL"),
+    ("top1", 1, ".3f", "top-1"),
+    ("needle_recall", 1, ".0%", "facts found"),
+    ("judge_agreement", 1, ".0%", "same verdict"),
+)
+"""Field, whether more is better, format and name."""
+
+
 def _fidelity_losses(rows: Sequence[Run], traces: Sequence[str]) -> list[str]:
     found = []
     for trace in traces:
@@ -172,6 +182,15 @@ def _fidelity_losses(rows: Sequence[Run], traces: Sequence[str]) -> list[str]:
         mine, theirs = (fmean(map(_whole, r)) for r in (ours, serial))
         if mine < theirs:
             found.append(f"in {trace} serial CacheBlend keeps {theirs:.1f} rounds, we {mine:.1f}")
+    for engine in ("tokendance", "tokendance-15"):
+        for field, sign, form, what in _FIGURES:
+            own, other = (
+                mean([r for r in rows if r["engine"] == e], field)
+                for e in (engine, "cacheblend-serial")
+            )
+            if own is not None and other is not None and sign * (own - other) < 0:
+                name = ENGINES[engine][0]
+                found.append(f"{what}: {name} {own:{form}}, serial CacheBlend {other:{form}}")
     differ = [t for t in traces if (r := _of(rows, "tokendance", t)) and not _never(r)]
     if differ:
         found.append(f"answers differ in {len(differ)} of {len(traces)} traces")
