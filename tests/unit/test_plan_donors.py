@@ -118,6 +118,13 @@ def test_pages_serve_when_the_store_has_forgotten() -> None:
     assert shared_rows(world.plan) == full - len(prompt)
 
 
+def test_only_the_part_that_is_lost_is_quoted() -> None:
+    world, prompt, tail = World(), history(1), text(4, 15)
+    said(world, "a", prompt, [*ANSWER, *tail, 3], stored=len(prompt) + len(ANSWER) + len(tail))
+    world.stored_rows["a"] = 0
+    assert world.arrive("c", [*history(3), *ANSWER[-4:], *tail, 3, 1], donors=True).quotations == ()
+
+
 def test_a_donor_that_is_lost_before_the_plan_is_computed() -> None:
     world = World()
     said(world, "a", history(1), [*ANSWER, *text(9, PAGE)])

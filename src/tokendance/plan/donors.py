@@ -119,7 +119,7 @@ class Donors:
         while places := self._places.get(mark):
             request_id, place = next(iter(places.items()))
             donor = self._standing(request_id)
-            if donor is not None and self._places[mark].get(request_id) == place:
+            if donor is not None and self._places.get(mark, {}).get(request_id) == place:
                 return donor, place
         return None
 
