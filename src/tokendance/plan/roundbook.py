@@ -294,17 +294,13 @@ class RoundBook:
             if ticket.quotations:
                 ticket.quotations = tuple(self._donors.standing(ticket.quotations))
         wave, ordinary = Wave(budget), set()
-        ready, follows = resident(leader, self._step), False
-        followers = 0
+        ready = resident(leader, self._step)
         if leader.state is State.WAITING:
-            given = self._given(round_, leader)
-            follows = given.rows >= self._minimum  # not another member, but donors
-            leader.approximate_from = given.start if follows else None
-            stored = leader.held(approximate=follows)
-            rows = leader.end - max(stored, leader.cached + follows * given.rows)
+            rows = self._rows_of_leader(round_, leader)
             wave.add(leader, rows)
             # More than one pass takes: the engine computes it, in chunks, and the others wait.
             ready = leader.cached < leader.end and rows <= budget.rows
+        followers = 0
         for ticket in round_.waiting():
             if ticket is leader:
                 continue
@@ -319,19 +315,26 @@ class RoundBook:
                 ticket.approximate_from = share.start
                 followers += needs_leader
         if leader.state is State.WAITING:
-            leader.reason = "" if followers or (ready and follows) else "leads"
+            has_donors = ready and leader.approximate_from is not None
+            leader.reason = "" if followers or has_donors else "leads"
         if followers and round_.family is not None:
             self._leaders.put(round_.family, leader.agent)
         return {t.request_id for t in wave.tickets} | ordinary
 
-    def _given(self, round_: Round, leader: Ticket) -> Share:
-        """What the donors of a leader give to it. Text with which all begin is not among that: the
-        leader computes it, exactly, and the others find it in the prefix cache."""
+    def _rows_of_leader(self, round_: Round, leader: Ticket) -> int:
+        """What a leader computes. It is exact, unless its backend takes quoted text from donors."""
+        leader.approximate_from = None
+        exact = leader.end - leader.held(approximate=False)
         if not leader.quotations:
-            return Share(leader.end, 0)
+            return exact
+        # What all begin with is computed exactly, once: the prefix cache has it for the others.
         others = (t.token_ids for t in round_.waiting() if t is not leader)
         common = max((common_prefix(leader.token_ids, ids) for ids in others), default=0)
-        return given_to(leader, max(common, leader.held(approximate=True)))
+        given = given_to(leader, max(common, leader.held(approximate=True)))
+        if given.rows < self._minimum:
+            return exact
+        leader.approximate_from = given.start
+        return _computes(leader, given)
 
     def _obstacle(
         self, round_: Round, ticket: Ticket, share: Share, ready: bool, now: float
