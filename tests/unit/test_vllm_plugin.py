@@ -60,12 +60,12 @@ def config(connector: str | None, **extra: object) -> SimpleNamespace:
 def test_only_engines_that_name_the_connector_are_ours() -> None:
     child = {"kv_connector": "TokenDanceConnector", "kv_connector_extra_config": {"mode": "exact"}}
     multi = config("MultiConnector", connectors=[{"kv_connector": "Other"}, child])
-    assert plugin.is_ours(config("TokenDanceConnector"))
-    assert plugin.is_ours(multi)
-    assert plugin.connector_options(multi.kv_transfer_config) == {"mode": "exact"}
-    assert not plugin.is_ours(config(None))
-    assert not plugin.is_ours(config("OffloadingConnector"))
-    assert not plugin.is_ours(config("MultiConnector", connectors=[{"kv_connector": "Other"}]))
+    assert support.is_ours(config("TokenDanceConnector"))
+    assert support.is_ours(multi)
+    assert support.connector_options(multi.kv_transfer_config) == {"mode": "exact"}
+    assert not support.is_ours(config(None))
+    assert not support.is_ours(config("OffloadingConnector"))
+    assert not support.is_ours(config("MultiConnector", connectors=[{"kv_connector": "Other"}]))
 
 
 def worker_module(config: SimpleNamespace) -> SimpleNamespace:

@@ -25,7 +25,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.async_utils import make_async
 
 from tokendance.config import Config
-from tokendance.engines.vllm.plugin import connector_options, is_ours
+from tokendance.engines.vllm.support import connector_options, is_ours
 from tokendance.engines.vllm.tokenizer import message_starts, piece_tokenizer
 from tokendance.prompt.hints import HintError, Hints
 from tokendance.prompt.messages import message_cuts

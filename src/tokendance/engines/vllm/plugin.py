@@ -19,6 +19,7 @@ from tokendance.engines.vllm.support import (
     CONNECTOR,
     CONNECTOR_MODULE,
     installed_version,
+    is_ours,
     version_problem,
 )
 
@@ -30,24 +31,6 @@ _captured_model: Any = None
 def captured_model() -> Any:
     """The model (torch.nn.Module) that this process's vLLM worker loaded; None before that."""
     return _captured_model
-
-
-def is_ours(vllm_config: Any) -> bool:
-    """Whether an engine is configured with the TokenDance connector, alone or among others."""
-    transfer = getattr(vllm_config, "kv_transfer_config", None)
-    return transfer is not None and connector_options(transfer) is not None
-
-
-def connector_options(transfer: Any) -> dict[str, Any] | None:
-    """Our `kv_connector_extra_config` in a KVTransferConfig; None if it does not name us."""
-    extra = dict(transfer.kv_connector_extra_config or {})
-    if transfer.kv_connector == CONNECTOR:
-        return extra
-    if transfer.kv_connector == "MultiConnector":
-        for child in extra.get("connectors", []):
-            if child.get("kv_connector") == CONNECTOR:
-                return dict(child.get("kv_connector_extra_config") or {})
-    return None
 
 
 def register() -> None:

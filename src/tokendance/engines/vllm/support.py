@@ -1,9 +1,10 @@
-"""Which vLLM releases TokenDance works with; anything else is refused in one line."""
+"""Which vLLM releases TokenDance works with, and which engines are configured with it."""
 
 from __future__ import annotations
 
 import re
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 CONNECTOR = "TokenDanceConnector"
 CONNECTOR_MODULE = "tokendance.engines.vllm.connector"
@@ -51,3 +52,21 @@ def __getattr__(name: str) -> object:
     if name == CONNECTOR:
         check_version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def is_ours(vllm_config: Any) -> bool:
+    """Whether an engine is configured with the TokenDance connector, alone or among others."""
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    return transfer is not None and connector_options(transfer) is not None
+
+
+def connector_options(transfer: Any) -> dict[str, Any] | None:
+    """Our `kv_connector_extra_config` in a KVTransferConfig; None if it does not name us."""
+    extra = dict(transfer.kv_connector_extra_config or {})
+    if transfer.kv_connector == CONNECTOR:
+        return extra
+    if transfer.kv_connector == "MultiConnector":
+        for child in extra.get("connectors", []):
+            if child.get("kv_connector") == CONNECTOR:
+                return dict(child.get("kv_connector_extra_config") or {})
+    return None
