@@ -51,7 +51,7 @@ def test_every_row_of_a_table_has_as_many_cells_as_its_head(tmp_path: Path) -> N
 
 def test_figures_are_the_files(tmp_path: Path) -> None:
     text = tables.insert(EMPTY, report_samples.write(tmp_path))
-    assert "| TokenDance | 10.5 | 12.30 (11.07-13.53) | 96 |" in text
+    assert "| TokenDance | 10.5 | 10.5 | 12.30 (11.07-13.53) | 96 |" in text
     assert "| 10 | 2.72 (2.45-3.00)x | 1.58 (1.42-1.73)x | 3.17 (2.85-3.48)x | 2.57x |" in text
     assert "| TokenDance | 1 of 2 | 85% | 0.0040 | 0.970 | 90% | - |" in text
 

@@ -105,7 +105,7 @@ def _name(engine: str) -> str:
     return ENGINES.get(engine, (engine, ""))[0]
 
 
-def _when(rate: float) -> str:
+def when(rate: float) -> str:
     return "all at once" if not rate else f"{rate:g} a second"
 
 
@@ -130,7 +130,7 @@ def _series(rows: Rows, rate: float, field: str) -> list[Series]:
 def _latency(run: Run, rate: float) -> str:
     return lines(
         _series(run["rows"], rate, "round_s"),
-        Axis(f"agents ({_when(rate)})"),
+        Axis(f"agents ({when(rate)})"),
         Axis(f"{_seconds(run)} a round"),
         [Mark(f"target, {_within(run)}", "bound", run["target_s"])],
     )
@@ -139,7 +139,7 @@ def _latency(run: Run, rate: float) -> str:
 def _pages(rows: Rows, rate: float, pool: int) -> str:
     return lines(
         _series(rows, rate, "peak_pages"),
-        Axis(f"agents ({_when(rate)})"),
+        Axis(f"agents ({when(rate)})"),
         Axis("KV pages at the peak"),
         [Mark(f"pool, {pool} pages", "bound", pool)],
     )
@@ -150,7 +150,7 @@ def _largest(run: Run, largest: Largest, rates: Sequence[float]) -> str:
     for rate in rates:
         found = [(e, largest[e, rate]) for e in ENGINES if (e, rate) in largest]
         own = [Bar(*ENGINES[e], x["interpolated"], text=up_to(run, x)) for e, x in found]
-        groups.append(Group(_when(rate), own))
+        groups.append(Group(when(rate), own))
     return bars(groups, Axis(f"agents within {_within(run)} (interpolated)"))
 
 
@@ -189,7 +189,7 @@ def _losses(rows: Rows) -> list[str]:
         if float(theirs) < float(mine):
             found.append(
                 f"{_name(row['engine'])} is faster with {row['agents']} agents, "
-                f"{_when(row['qps'])}: {theirs} s against {mine} s"
+                f"{when(row['qps'])}: {theirs} s against {mine} s"
             )
     size = max(row["agents"] for row in rows)
     ours = next((r for r in rows if (r["engine"], r["agents"]) == ("tokendance", size)), None)
@@ -207,7 +207,7 @@ def _table(rows: Rows) -> Table:
         (
             _name(r["engine"]),
             str(r["agents"]),
-            _when(r["qps"]),
+            when(r["qps"]),
             ranged(r["round_s"]),
             ranged(r["cpu_s"]),
             ranged(r["ttft_s"]),
