@@ -180,3 +180,23 @@ def test_an_ordinary_round_of_a_donor_backend(engine: Engine, audit: Audit) -> N
     """Text that nobody has said or read before comes from the leader, as ever."""
     answers = ask(engine, make_round(90, 4, backend="naive"))
     assert sorted(outcome(a)["role"] for a in answers) == [*["follower"] * 3, "leader"]
+
+
+def test_short_answers_without_hints(engine: Engine) -> None:
+    """Less than a page, from a client that says nothing; a reader may name the server's backend."""
+    random = Random(100)
+    said = engine.ask(words(random, 6), max_tokens=24)
+    for hints in (None, {"backend": "cacheblend"}):
+        quoted = tokens(said)[:23]
+        reader = engine.ask([*words(random, 60), *quoted, *words(random, 5)], hints)
+        assert bool(outcome(reader).get("deviation")) is stored(engine)
+
+
+@pytest.mark.parametrize("engine", [0.25], ids=["store"], indirect=True)
+def test_sources_that_are_gone_are_no_reuse(engine: Engine) -> None:
+    members, outputs = speak(engine, 110, 2, "naive")
+    engine.steps(2)
+    engine.worker.archive._store.clear()
+    answers = ask(engine, quote(members, outputs, 111)[:1])
+    assert outcome(answers[0])["role"] == "ordinary"
+    assert outcome(answers[0])["reason"] == "what it was to take is gone"

@@ -54,7 +54,7 @@ def test_a_round_of_one_is_an_ordinary_request() -> None:
     alone = enter(engine, 0, 1)
     assert engine.step() == ()
     assert roles(engine) == {alone.id: "ordinary"}
-    assert alone.ticket.reason == "leads"
+    assert alone.ticket.reason == "no other member to share with"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ def extra_body(
     size: int,
     session: str = "",
     mode: str | None = None,
+    backend: str | None = None,
     retain: str | None = None,
 ) -> dict[str, Any]:
     """What an `openai` client passes as `extra_body` so that a call joins its round.
@@ -28,6 +29,8 @@ def extra_body(
         hints["session"] = session
     if mode is not None:
         hints["mode"] = mode
+    if backend is not None:
+        hints["backend"] = backend
     if retain is not None:
         hints["retain"] = retain
     Hints.parse(hints)

@@ -88,6 +88,7 @@ class _Rounds:
         api_key: str | None = None,
         separator: str = SEPARATOR,
         chat: bool = True,
+        backend: str | None = None,
         timeout_s: float = 600.0,
         **sampling: Any,
     ) -> None:
@@ -97,12 +98,14 @@ class _Rounds:
         model: name of the served model; None asks the server.
         session: name of the session; None makes one up.
         chat: send chat messages; otherwise plain completions.
+        backend: recovery backend of every request; None leaves it to the server.
         sampling: sent with every request, for instance max_tokens=64.
         """
         self.session = session or uuid.uuid4().hex
         self._model = model
         self._separator = separator
         self._chat = chat
+        self._backend = backend
         self._sampling = sampling
         self._numbers = itertools.count(1)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -129,6 +132,7 @@ class _Rounds:
                 agent=agent,
                 size=len(round_.agents),
                 mode=mode,
+                backend=self._backend,
             )
             body: dict[str, Any] = {"model": self._model, **self._sampling, **hints}
             if self._chat:

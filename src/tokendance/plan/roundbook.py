@@ -316,7 +316,8 @@ class RoundBook:
                 followers += needs_leader
         if leader.state is State.WAITING:
             has_donors = ready and leader.approximate_from is not None
-            leader.reason = "" if followers or has_donors else "leads"
+            alone = "no other member to share with" if len(round_.tickets) == 1 else "leads"
+            leader.reason = "" if followers or has_donors else alone
         if followers and round_.family is not None:
             self._leaders.put(round_.family, leader.agent)
         return {t.request_id for t in wave.tickets} | ordinary

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from tokendance.config import Config
+from tokendance.plan.match import WINDOW
 from tokendance.plan.reuse_plan import Copy, Member, PageTable, ReusePlan
 from tokendance.plan.saving import Save, SaveFamily, SaveQueue, SessionOrder
 from tokendance.plan.stored import Owner, StoredEntry, StoredIndex
@@ -160,7 +161,9 @@ class Keeping:
         self._looks.pop(ticket.request_id, None)
         self._alone.pop(ticket.request_id, None)
         rows = min(request.num_computed_tokens, request.num_tokens - 1)
-        if not blocks or rows < self._block_size:
+        # As a history less than a page is not worth it, as the source of a quotation it is.
+        least = WINDOW if ticket.takes_donors else self._block_size
+        if not blocks or rows < least:
             return self._queue.left(ticket.request_id)
         tokens = array("q", request.all_token_ids[:rows])
         self._queue.add(self._save(request, ticket, session, tokens, blocks))

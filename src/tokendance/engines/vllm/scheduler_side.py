@@ -24,7 +24,7 @@ from tokendance.plan.reuse_plan import Member, PlanError, ReusePlan, check_plan
 from tokendance.plan.roundbook import Budget, RoundBook, Verdict
 from tokendance.plan.ticket import Ticket
 from tokendance.prompt.segments import SegmentKeys
-from tokendance.types import AgentId, RequestId
+from tokendance.types import AgentId, RequestId, Source
 
 logger = init_logger(__name__)
 
@@ -39,6 +39,13 @@ class Outcome:
     reason: str = ""
     member: Member | None = None
     ran: Ran | None = None
+
+    def settle(self) -> None:
+        """Once it has run: a follower whose sources were all gone has followed nobody."""
+        if self.role == "follower" and self.member is not None and self.ran and self.ran.lost:
+            rows = self.member.rows_by_source(self.ran.recomputed, self.ran.lost)
+            if not rows[Source.SIBLING] + rows[Source.STORED]:
+                self.role, self.reason = "ordinary", "what it was to take is gone"
 
     def as_dict(self) -> dict[str, Any]:
         """`confirmed`: the rows are what the workers ran; else what was planned.
@@ -114,6 +121,7 @@ class SchedulerSide:
         backend = hints.get("backend") or self._config.backend
         if self._config.require_gate and backend != self._config.backend:
             return  # the verdict holds for the server's backend
+        named = "" if backend == self._config.backend else backend
         now = time.monotonic()
         salt = request.cache_salt or ""
         tokens = array("q", request.prompt_token_ids)
@@ -125,8 +133,8 @@ class SchedulerSide:
             spans=keys.spans(tokens, hints.get("segments") or (len(tokens),)),
             arrived=now,
             computed=lambda: int(request.num_computed_tokens),
-            backend=str(hints.get("backend") or ""),
-            takes_donors=self._takes_donors(str(hints.get("backend") or "")),
+            backend=named,
+            takes_donors=self._takes_donors(named),
         )
         # Members of one group share a check layer, so another backend makes another group.
         salt = f"{salt}/{ticket.backend}"
@@ -247,7 +255,8 @@ class SchedulerSide:
         reason = ticket.reason
         if self._keeping is not None:
             whole = _answered(request) and not (outcome.ran is not None and outcome.ran.failure)
-            worth = whole and not released and (outcome.asked or outcome.member is not None)
+            known = outcome.asked or outcome.member is not None or ticket.takes_donors
+            worth = whole and not released and known
             blocks = self._blocks(request_id) if worth else ()
             self._keeping.finished(request, ticket, outcome.session, blocks)
         self._leave(request)
@@ -256,6 +265,7 @@ class SchedulerSide:
                 return None  # a stranger to rounds, and nothing was done for it
             outcome.reason = reason or outcome.reason or "no other member to share with"
             self._stats.add(DECLINED, 1, outcome.reason)
+        outcome.settle()
         self._stats.add(REQUESTS, 1, outcome.role)
         return {"tokendance": outcome.as_dict()}
 
