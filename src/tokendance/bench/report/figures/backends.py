@@ -22,7 +22,7 @@ def backends(runs: Sequence[Run]) -> Figure:
         f"prefill's processor time at a KL of {region['kl_end']:.4f} ({agents} agents, mean of "
         f"{region['rounds']} {over}).",
         several(
-            _losses(rows, region),
+            [loss for _, rows in groups for loss in _losses(rows)],
             "No backend is closer to plain computation than `region`, nor faster.",
         ),
         [_scatter(name, rows) for name, rows in full],
@@ -58,11 +58,22 @@ def _of(summary: Sequence[Run], over: tuple[str, int]) -> list[Run]:
     return [r for r in summary if (r["over"], r["agents"]) == over]
 
 
-def _losses(rows: Sequence[Run], region: Run) -> list[str]:
-    closer = [r for r in rows if r["kl_end"] < region["kl_end"] and 0 < r["ratio"] < 1]
-    faster = [r for r in rows if r["cpu_ratio_plain"] > region["cpu_ratio_plain"]]
-    found = [f"{_name(r)} is closer (KL {r['kl_end']:.4f})" for r in closer]
-    return found + [f"{_name(r)} is faster ({r['cpu_ratio_plain']:.1f}x plain)" for r in faster]
+def _losses(rows: Sequence[Run]) -> list[str]:
+    """Of the same rounds, whoever is closest and whoever is fastest, if that is not the region."""
+    region = next((r for r in rows if r["backend"] == "region"), None)
+    if region is None:
+        return []
+    over = f"{region['over']} of {region['agents']}"
+    closest = min((r for r in rows if r["ratio"] < 1), key=lambda r: r["kl_end"])
+    fastest = max(rows, key=lambda r: r["cpu_ratio_plain"])
+    found = []
+    if closest["kl_end"] < region["kl_end"]:
+        kl = f"KL {closest['kl_end']:.4f}, region {region['kl_end']:.4f}"
+        found.append(f"on {over} {_name(closest)} is closer ({kl})")
+    if fastest["cpu_ratio_plain"] > region["cpu_ratio_plain"]:
+        times = f"{fastest['cpu_ratio_plain']:.1f}x plain, region {region['cpu_ratio_plain']:.1f}x"
+        found.append(f"on {over} {_name(fastest)} is faster ({times})")
+    return found
 
 
 def _name(row: Run) -> str:
