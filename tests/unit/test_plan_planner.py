@@ -78,6 +78,15 @@ END_2 = text(2, 61)
 @example([Prompt((A, B, END)), Prompt((A, B, END), approximate=None)], [Prompt((B, END))])
 # The common prefix ends inside the follower's first shared segment.
 @example([Prompt((text(5, 1), text(9, 1), END)), Prompt((text(9, 1), text(5, 1), END), 0, 5)], [])
+# The end of a segment is taken from one request, its beginning, exactly, from the next.
+@example(
+    [Prompt((text(9, 1),), approximate=None), Prompt((text(4, 2), text(9, 1)), approximate=None)],
+    [
+        Prompt((text(1, 3),), approximate=None),
+        Prompt((text(9, 1),), approximate=None),
+        Prompt((text(4, 2), text(9, 1)), approximate=8),
+    ],
+)
 @settings(max_examples=120)
 def test_every_row_has_one_valid_source(first: list[Prompt], second: list[Prompt]) -> None:
     resident, admitted = tickets_of(first, "r"), tickets_of(second, "a")

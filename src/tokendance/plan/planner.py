@@ -186,7 +186,7 @@ def _pieces(ticket: Ticket, offers: _Offers, begin: int, fresh: int) -> list[_Pi
                     for rows in left
                     for missing in _take(pieces, ticket, *rows, offer, shift, prefixes, fresh)
                 ]
-    pieces = sorted((*pieces, *quoted), key=lambda piece: piece.start)
+    pieces = _merged(sorted((*pieces, *quoted), key=lambda piece: piece.start))
     return [p for p in pieces if p.length >= MIN_COPY_ROWS and (p.exact or _same(ticket, p))]
 
 
@@ -230,7 +230,7 @@ def _take(
             prefix = common_prefix(ticket.token_ids, source.token_ids)
             prefixes[source] = prefix
         if end <= prefix:  # the same tokens from row 0 on: a copy is what computing would give
-            _add(pieces, _Piece(source, start, start, end - start, exact=True))
+            pieces.append(_Piece(source, start, start, end - start, exact=True))
             return ()
     if ticket.approximate_from is None:
         return (Rows(start, end),)
@@ -239,26 +239,29 @@ def _take(
         first = max(start, ticket.approximate_from, part.start - shift)
         stop = min(end, part.end - shift, source.end - shift, fresh)
         if first < stop:
-            _add(pieces, _Piece(source, first + shift, first, stop - first, exact=False))
+            pieces.append(_Piece(source, first + shift, first, stop - first, exact=False))
             if start < first:
                 left.append(Rows(start, first))
             start = stop
     return (*left, Rows(start, end)) if start < end else left
 
 
-def _add(pieces: list[_Piece], piece: _Piece) -> None:
-    """Append a piece, to the last one if it goes on there."""
-    last = pieces[-1] if pieces else None
-    if (
-        last is not None
-        and last.end == piece.start
-        and last.source is piece.source
-        and last.source_start + last.length == piece.source_start
-        and last.exact is piece.exact
-    ):
-        last.length += piece.length
-    else:
-        pieces.append(piece)
+def _merged(pieces: Iterable[_Piece]) -> list[_Piece]:
+    """Sorted pieces, those that go on where another ends joined to it."""
+    merged: list[_Piece] = []
+    for piece in pieces:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last.end == piece.start
+            and last.source is piece.source
+            and last.source_start + last.length == piece.source_start
+            and last.exact is piece.exact
+        ):
+            last.length += piece.length
+        else:
+            merged.append(piece)
+    return merged
 
 
 def _same(ticket: Ticket, piece: _Piece) -> bool:
