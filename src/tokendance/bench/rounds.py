@@ -61,12 +61,11 @@ def leader_plan(
     case: LastRound,
     pages: Sequence[tuple[int, ...]],
     keys: SegmentKeys | None = None,
-    fresh_tail: int = Config().fresh_tail,
 ) -> ReusePlan:
-    """The region of the first agent serves all the others."""
+    """The region of the first agent serves all the others, as a server does by default."""
     tickets = _tickets(case, pages, keys or SegmentKeys("reference"))
     tickets[0].approximate_from = None
-    return _checked(plan_round(RoundId(case.name), tickets, [], fresh_tail=fresh_tail))
+    return _checked(plan_round(RoundId(case.name), tickets, [], fresh_tail=Config().fresh_tail))
 
 
 def donor_plan(

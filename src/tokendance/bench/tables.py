@@ -326,23 +326,14 @@ def _fidelity(results: Path) -> Iterator[str]:
         if own:
             traces = {row["trace"] for row in own}
             differ = {row["trace"] for row in own if row["diverged_round"] is not None}
-            means = [
-                maybe(quality.mean(own, field), form)
-                for field, form in (
-                    ("share_same_outputs", ".0%"),
-                    ("kl_end", ".4f"),
-                    ("top1", ".3f"),
-                    ("needle_recall", ".0%"),
-                    ("judge_agreement", ".0%"),
-                )
-            ]
+            means = [maybe(quality.mean(own, x), form) for x, _, form, _ in quality.FIGURES]
             rows.append((name, f"{len(traces) - len(differ)} of {len(traces)}", *means))
     yield (
         f"**Greedy answers against exact computation** (`{run['command']}`; paper: the same "
         "throughout in 3 of 8 scenarios):\n"
     )
-    header = ("engine", "same throughout", "same answers", "KL", "top-1", "facts found")
-    yield _table((*header, "same verdict"), rows) + "\n"
+    names = (name for _, _, _, name in quality.FIGURES)
+    yield _table(("engine", "same throughout", *names), rows) + "\n"
     yield _losses(quality.fidelity, run)
 
 

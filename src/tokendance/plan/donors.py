@@ -12,6 +12,7 @@ tokenizer has split the edges of a quotation in another way, those tokens are no
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ Mark = tuple[str, int]
 
 @dataclass(slots=True)
 class _Donor:
-    """token_ids: array("q"), decoded ones too. own: rows that it has computed. prompt: tokens of
+    """token_ids: as array("q"), decoded ones too. own: rows that it has computed. prompt: tokens of
     its prompt."""
 
     ticket: Ticket
@@ -52,8 +53,9 @@ class Donors:
         return len(self._donors)
 
     def add(self, salt: str, ticket: Ticket, token_ids: Sequence[int], held: Held) -> None:
-        """A request has finished. token_ids: array("q") of all its tokens, decoded ones too."""
+        """A request has finished. token_ids: all its tokens, decoded ones too."""
         self._remove(ticket.request_id)
+        token_ids = array("q", token_ids)
         kept = standing(ticket, token_ids, held, exact=False)
         if kept is None or not self._limit:
             return

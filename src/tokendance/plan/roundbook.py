@@ -162,7 +162,7 @@ class RoundBook:
         """A request has finished. If it led its round, what is held of it stays a source, and for
         backends with donors in any case.
 
-        token_ids: array("q") of all its tokens, decoded ones too.
+        token_ids: all its tokens, decoded ones too.
         """
         round_ = self._of.get(request_id)
         if round_ is None:
@@ -290,9 +290,7 @@ class RoundBook:
         """Pick who starts in this step; a ticket with a reason goes the ordinary way."""
         leader = self._lead(round_)
         self._split(round_, leader)
-        for ticket in round_.waiting():
-            if ticket.quotations:
-                ticket.quotations = tuple(self._donors.standing(ticket.quotations))
+        self._keep_standing(round_.waiting())
         wave, ordinary = Wave(budget), set()
         ready = resident(leader, self._step)
         if leader.state is State.WAITING:
@@ -306,8 +304,9 @@ class RoundBook:
                 continue
             if wave.full:
                 break
-            share = all_shared(ticket, leader) if ticket.quotations else round_.share(ticket)
-            needs_leader = round_.share(ticket).rows >= self._minimum
+            of_leader = round_.share(ticket)
+            share = all_shared(ticket, leader) if ticket.quotations else of_leader
+            needs_leader = of_leader.rows >= self._minimum
             ticket.reason = self._obstacle(round_, ticket, share, ready or not needs_leader, now)
             if ticket.reason:
                 ordinary.add(ticket.request_id)
@@ -321,6 +320,12 @@ class RoundBook:
         if followers and round_.family is not None:
             self._leaders.put(round_.family, leader.agent)
         return {t.request_id for t in wave.tickets} | ordinary
+
+    def _keep_standing(self, tickets: Iterable[Ticket]) -> None:
+        """Forget quotations whose donors have gone since they were looked at."""
+        for ticket in tickets:
+            if ticket.quotations:
+                ticket.quotations = tuple(self._donors.standing(ticket.quotations))
 
     def _rows_of_leader(self, round_: Round, leader: Ticket) -> int:
         """What a leader computes. It is exact, unless its backend takes quoted text from donors."""
@@ -424,8 +429,7 @@ class RoundBook:
             stands = ticket.stand()
             return PageTable(ticket.request_id, ticket.blocks if stands else (), not stands)
 
-        for ticket in tickets:
-            ticket.quotations = tuple(self._donors.standing(ticket.quotations))
+        self._keep_standing(tickets)
         tail = self._config.fresh_tail
         plan = plan_round(round_.round_id, tickets, sources, pages=table, fresh_tail=tail)
         for ticket, member in zip(tickets, plan.members):

@@ -233,8 +233,6 @@ def given_to(ticket: Ticket, begin: int) -> Share:
 
 def all_shared(ticket: Ticket, source: Ticket) -> Share:
     """Rows of `ticket` that it could take from another request or from its donors."""
-    if not ticket.quotations:
-        return shared_with(ticket, source)
     begin = _begin(ticket, source)
     held, end = _takeable(source), ticket.end
     rows = [Rows(max(s.start, begin), min(s.end, end)) for s in ticket.spans if s.key in held]

@@ -301,7 +301,7 @@ class SchedulerSide:
         if self._keeping is not None:
             keeping = self._keeping
             held = held._replace(stored=lambda exact: keeping.rows(request_id, exact))
-        self._book.retire(request_id, held, array("q", request.all_token_ids))
+        self._book.retire(request_id, held, request.all_token_ids)
 
     def _sound(self, plan: ReusePlan) -> ReusePlan:
         """The plan, or one that reuses nothing if it breaks its contract."""

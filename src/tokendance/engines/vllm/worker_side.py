@@ -51,10 +51,10 @@ class WorkerSide:
         """Everything a step asks for. Never raises."""
         if self.archive is not None:
             self.archive.hold(work.plans)
-        if self.archive is not None and work.saves:
-            self._report.saved.update(self.archive.save(work.saves, self._stats))
-        if self.archive is not None and work.sessions:
-            self.archive.settle(work.sessions)
+            if work.saves:
+                self._report.saved.update(self.archive.save(work.saves, self._stats))
+            if work.sessions:
+                self.archive.settle(work.sessions)
         if work.plans:
             self.run(work.plans)
 

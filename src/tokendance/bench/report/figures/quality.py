@@ -163,14 +163,14 @@ def _others(counts: dict[str, tuple[int, int]]) -> str:
     return f" ({', '.join(others)})" if others else ""
 
 
-_FIGURES = (
+FIGURES = (
     ("share_same_outputs", 1, ".0%", "same answers"),
     ("kl_end", -1, ".4f", "KL"),
     ("top1", 1, ".3f", "top-1"),
     ("needle_recall", 1, ".0%", "facts found"),
     ("judge_agreement", 1, ".0%", "same verdict"),
 )
-"""Field, whether more is better, format and name."""
+"""Of fidelity.json: field, whether more is better, format and name."""
 
 
 def _fidelity_losses(rows: Sequence[Run], traces: Sequence[str]) -> list[str]:
@@ -183,7 +183,7 @@ def _fidelity_losses(rows: Sequence[Run], traces: Sequence[str]) -> list[str]:
         if mine < theirs:
             found.append(f"in {trace} serial CacheBlend keeps {theirs:.1f} rounds, we {mine:.1f}")
     for engine in ("tokendance", "tokendance-15"):
-        for field, sign, form, what in _FIGURES:
+        for field, sign, form, what in FIGURES:
             own, other = (
                 mean([r for r in rows if r["engine"] == e], field)
                 for e in (engine, "cacheblend-serial")
